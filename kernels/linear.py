@@ -1,0 +1,78 @@
+"""Matrix products of trainable low-rank factors at the engine's rounding points: float32 accumulation, one rounding.
+
+`linear` is x @ W.T and `grouped_linear` the same for rows sorted by expert. On CPU both multiply in float32 on values
+of the compute dtype (a CPU without bfloat16 instructions is ten times slower in a bfloat16 GEMM, and as exact); on a
+GPU they are the library's GEMM. Legend: S rows, K inputs, N outputs, E experts.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+class _RoundedLinear(torch.autograd.Function):
+    """x [S, K], weight [N, K] -> [S, N]; gradients are float32 products rounded to the dtype of what they belong to."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x.float() @ weight.float().t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad32 = grad.float()
+        grad_x = (grad32 @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad32.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., K] @ weight [N, K]^T -> [..., N] in x's dtype; differentiable in both."""
+    if x.device.type != "cpu" or x.dtype == torch.float32:
+        return F.linear(x, weight.to(x.dtype))
+    return _RoundedLinear.apply(x.reshape(-1, x.shape[-1]), weight.to(x.dtype)).view(*x.shape[:-1], weight.shape[0])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """rows [S, K] sorted by expert, weight [E, N, K], offsets of E + 1 row bounds -> [S, N]."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, offsets):
+        ctx.offsets = offsets
+        ctx.save_for_backward(rows, weight)
+        out = rows.new_zeros(rows.shape[0], weight.shape[1])
+        for expert, part in _groups(offsets):
+            out[part] = _product(rows[part], weight[expert].t(), out.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        grad_rows = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for expert, part in _groups(ctx.offsets):
+            if grad_rows is not None:
+                grad_rows[part] = _product(grad[part], weight[expert], rows.dtype)
+            if grad_weight is not None:
+                grad_weight[expert] = _product(grad[part].t(), rows[part], weight.dtype)
+        return grad_rows, grad_weight, None
+
+
+def _groups(offsets: tuple[int, ...]):
+    for expert, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        if end > start:
+            yield expert, slice(start, end)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if left.device.type == "cpu":
+        return (left.float() @ right.float()).to(dtype)
+    return (left @ right).to(dtype)
+
+
+def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
+    """rows [S, K] sorted by expert @ weight [E, N, K]^T -> [S, N]; expert e owns rows offsets[e]:offsets[e + 1].
+
+    Differentiable in both; an expert without rows gets a zero gradient, and rows beyond the last offset give zeros.
+    """
+    return _GroupedLinear.apply(rows, weight.to(rows.dtype), offsets)

@@ -1,0 +1,105 @@
+"""The FSDP2 training engine that verl drives: packed frozen base, float32 adapter masters, routing replay, proof of sync.
+
+Registered with verl for cpu and for NVIDIA GPUs; loaded through `actor_rollout_ref.model.external_lib`. Everything else
+of the step (dispatch, micro-batches, loss, optimizer, clipping, schedule) is verl's.
+"""
+
+from pathlib import Path
+
+import torch
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from rl import lora, modeling, replay, stats
+from rl.settings import EngineSettings
+from rollout.fingerprint import digest, digests
+from rollout.patching import patch_target
+
+EngineRegistry = patch_target("verl.workers.engine.base:EngineRegistry")
+for _name in ("_build_module", "_build_lora_module", "_build_fsdp_module", "get_per_tensor_param", "prepare_model_inputs"):
+    patch_target(f"verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.{_name}")
+
+
+class LockstepEngine(FSDPEngineWithLMHead):
+    """verl's FSDP2 engine over a `modeling.TrainerModel`."""
+
+    def _build_module(self):
+        self.settings = EngineSettings.from_verl(self.model_config.lora)
+        dtype = getattr(torch, self.settings.dtype)
+        self.trainer_model = modeling.build(
+            Path(self.model_config.local_path),
+            self.settings.lora_spec(),
+            dtype=dtype,
+            attn_implementation=self.settings.attn_implementation,
+            backend=self.settings.backend,
+            replay_enabled=self.settings.routing_replay,
+        )
+        if self.settings.adapter is not None:
+            lora.load_peft(self.trainer_model.model, Path(self.settings.adapter))
+        if self.model_config.enable_gradient_checkpointing:
+            self.trainer_model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return self.trainer_model.model
+
+    def _build_lora_module(self, module):
+        return module  # injected by modeling.build, with float32 masters that verl would cast to the base's dtype
+
+    def _build_fsdp_module(self, module):
+        module = super()._build_fsdp_module(module)
+        # Rounding points are explicit in the modules; autocast would move them.
+        self._autocast_dtype = torch.float32
+        return module
+
+    # ---- routing replay -------------------------------------------------------------------------------------------
+
+    def prepare_model_inputs(self, micro_batch):
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        routing, model = self.trainer_model.routing, self.trainer_model
+        routing.ids = None
+        routed = micro_batch.get("routed_experts", None)
+        if routed is not None and model.moe_layers:
+            lengths = micro_batch["input_ids"].offsets().diff().tolist()
+            width = None if inputs["attention_mask"] is None else inputs["input_ids"].shape[1]
+            ids = replay.layout(list(routed.unbind()), lengths, width, model.moe_layers, model.num_experts)
+            routing.ids = ids.to(inputs["input_ids"].device)
+        return inputs, output_args
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        log_probs = output["model_output"].get("log_probs")
+        if log_probs is not None:
+            output["metrics"].update(stats.mismatch_metrics(log_probs, micro_batch))
+        output["metrics"].update(stats.routing_metrics(self.trainer_model.routing, micro_batch))
+        return loss, output
+
+    # ---- sync and proof -------------------------------------------------------------------------------------------
+
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """Canonical adapter tensors on CPU as the engine must hold them (collective)."""
+        return {name: tensor.cpu().contiguous() for name, tensor in lora.engine_tensors(self.trainer_model.model).items()}
+
+    def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **_kwargs):
+        """Only adapter tensors ever leave the trainer; the engine loads the base from the same checkpoint."""
+        if not base_sync_done:
+            raise RuntimeError("the base is never sent to the engine: set rollout.load_format=safetensors")
+        wire = lora.wire_tensors(self.adapter_tensors())
+        return iter(wire.items()), lora.wire_config(self.trainer_model.spec, self.trainer_model.adapted)
+
+    def adapter_digests(self) -> dict[str, dict]:
+        """SHA-256 of every adapter tensor as the engine must hold it (collective)."""
+        return digests(self.adapter_tensors())
+
+    def base_digests(self) -> dict[str, dict]:
+        """SHA-256 and bytes of every base tensor (collective)."""
+        from rl.fingerprint import base_tensors
+
+        return {name: digest(tensor) for name, tensor in base_tensors(self.trainer_model.model)}
+
+    def save_adapter(self, folder: str) -> None:
+        """Write the adapter in PEFT's format (collective; rank 0 writes)."""
+        lora.save_peft(self.trainer_model.model, self.trainer_model.spec, Path(folder), self.model_config.path)
+
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **_kwargs):
+        self.save_adapter(str(Path(local_path) / "adapter"))
+
+
+EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cpu")(LockstepEngine)
+EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor="nvidia")(LockstepEngine)

@@ -1,0 +1,37 @@
+"""The trainer's tensors under the canonical names that `rollout.worker` uses for the engine's."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from quant.layers import QuantExperts, QuantLinear
+from rl.lora import LoRAExperts, LoRALinear
+
+
+def _canonical(name: str) -> str:
+    return name.replace(".base_layer", "").replace("lm_head.head", "lm_head")
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    tensor = parameter.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every frozen tensor of the trainer's model in the checkpoint's layout (collective under FSDP2)."""
+    for raw_name, module in model.named_modules():
+        name = _canonical(raw_name)
+        if isinstance(module, QuantLinear):
+            data, *rest = (_whole(part) for part in module.packed_bytes())
+            parts = ("data", "scale") if module.format == "mxfp8" else ("packed", "scale", "global_scale")
+            for part, tensor in zip(parts, (data, *rest), strict=True):
+                yield f"{name}.weight#{part}", tensor
+        elif isinstance(module, QuantExperts):
+            for projection in ("gate_up", "down"):
+                for part, attribute in (("packed", "packed"), ("scale", "scale"), ("global_scale", "global")):
+                    yield f"{name}.{projection}_proj#{part}", _whole(getattr(module, f"{projection}_{attribute}"))
+        elif not isinstance(module, LoRALinear | LoRAExperts):
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{name}.{leaf}" if name else leaf, _whole(parameter)

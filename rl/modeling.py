@@ -1,0 +1,111 @@
+"""The trainer's model: the engine's bytes in Hugging Face's module graph, with replayable routers and LoRA.
+
+Used by the verl engine (sharded afterwards) and by the in-process checks (as it is).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kernels.linear import linear
+from quant.modules import load_model
+from rl import lora, replay
+
+
+CPU_ATTENTION = "lockstep_float32"
+
+
+def _float32_attention(module, query, key, value, attention_mask, **kwargs):
+    """sdpa in float32 with one rounding of the output, as the engine's CPU attention is run."""
+    output, weights = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **kwargs)
+    return output.to(query.dtype), weights
+
+
+AttentionInterface.register(CPU_ATTENTION, _float32_attention)
+AttentionMaskInterface.register(CPU_ATTENTION, sdpa_mask)
+
+
+@dataclass
+class TrainerModel:
+    """`model` (frozen base + adapters), the shared `routing` state, names of adapted modules, layers with a router."""
+
+    model: nn.Module
+    routing: replay.RoutingReplay
+    spec: lora.LoRASpec | None
+    adapted: list[str]
+    moe_layers: list[int]
+    num_experts: int
+
+
+class FrozenLinear(nn.Module):
+    """An unquantised frozen linear layer (lm_head, bf16 models) with float32 accumulation on CPU; see kernels.linear."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        if source.bias is not None:
+            raise ValueError("a frozen linear layer with bias has no rounding point defined; add it to docs/numerics.md")
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.weight = source.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight)
+
+
+class FloatLogits(nn.Module):
+    """lm_head whose logits are bf16-rounded and returned as float32, the dtype the engine takes log-softmax in."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).float()
+
+
+def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend: str) -> nn.Module:
+    """The frozen base of the checkpoint at `path`: packed modules for a quantised one, plain ones for bf16.
+
+    Rotary frequencies stay float32 (verl's module.to(bfloat16) would round them).
+    """
+    config = AutoConfig.from_pretrained(path, attn_implementation=attn_implementation)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised:
+        model = load_model(path, dtype=dtype, attn_implementation=attn_implementation, backend=backend)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    model.requires_grad_(False)
+    return model
+
+
+def build(
+    path: Path,
+    spec: lora.LoRASpec | None,
+    dtype: torch.dtype = torch.bfloat16,
+    attn_implementation: str = "sdpa",
+    backend: str = "emulation",
+    replay_enabled: bool = True,
+) -> TrainerModel:
+    """Base, adapters and replayable routers; the adapter is zero until it is trained or loaded."""
+    if backend == "emulation" and attn_implementation == "sdpa":
+        attn_implementation = CPU_ATTENTION
+    model = load_base(path, dtype, attn_implementation, backend)
+    adapted = lora.inject(model, spec) if spec is not None else []
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, FrozenLinear(module))
+    model.lm_head = FloatLogits(model.lm_head)
+    routing = replay.RoutingReplay(enabled=replay_enabled)
+    replay.install(model, routing, linear)
+    routers = [module for module in model.modules() if isinstance(module, replay.ReplayRouter)]
+    experts = routers[0].weight.shape[0] if routers else 0
+    return TrainerModel(model, routing, spec, adapted, sorted(r.layer for r in routers), experts)

@@ -1,0 +1,309 @@
+"""Checks that need the disk, before anything is started: checkpoint, tokenizer, adapter, data, versions, devices.
+
+Every failure is a `ConfigError` of one line. Safetensors headers are read by hand, so no torch is imported.
+"""
+
+import json
+import os
+import re
+import tomllib
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rl.config import REPO_ROOT, ConfigError, Recipe, find_path
+from rl.environment import gpu_count
+
+SUPPORTED_FORMATS = ("nvfp4-pack-quantized", "mxfp8-quantized")
+"""compressed-tensors formats that both sides read; mixed-precision is a checkpoint with several of them."""
+_SCALES = re.compile(r"\.(weight_scale(_2|_inv)?|weight_global_scale|input_scale|input_global_scale)$")
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks found out."""
+
+    model_type: str
+    architecture: str
+    parameters: int
+    """Weights, counted unpacked and without scales."""
+    checkpoint_bytes: int
+    formats: tuple[str, ...]
+    """Quantisation formats of the base; empty for an unquantised one."""
+    train_rows: int
+    val_rows: int
+
+    @property
+    def model_text(self) -> str:
+        """Such as: qwen3_moe with 3.1 M parameters (nvfp4-pack-quantized + mxfp8-quantized, 2.4 MB)."""
+        formats = " + ".join(name.split("-")[0] for name in self.formats) or "not quantised"
+        return (
+            f"{self.model_type} with {_human(self.parameters)} parameters ({formats}, {_human(self.checkpoint_bytes)}B)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For config.json."""
+        return asdict(self)
+
+
+def preflight(recipe: Recipe) -> Preflight:
+    """Check everything that a recipe points at.
+
+    Raises:
+        ConfigError: one line that names the key or file, the value and the remedy.
+    """
+    check_launcher()
+    check_devices(recipe)
+    folder = find_path(recipe.model.path)
+    config = read_model_config(folder, recipe.model.path)
+    tensors, size = read_tensors(folder)
+    formats = check_quantisation(folder, config, tensors)
+    check_vocabulary(folder, config)
+    check_length(recipe, config)
+    if recipe.model.adapter is not None:
+        check_adapter(recipe)
+    check_versions()
+    return Preflight(
+        model_type=config["model_type"],
+        architecture=(config.get("architectures") or ["unknown"])[0],
+        parameters=count_parameters(tensors),
+        checkpoint_bytes=size,
+        formats=formats,
+        train_rows=check_data("data.train", recipe.data.train),
+        val_rows=check_data("data.val", recipe.data.val),
+    )
+
+
+def check_launcher() -> None:
+    """Refuse torchrun and its like: the Ray controller starts the workers itself."""
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+        if name in os.environ:
+            raise ConfigError(
+                f"{name} = {os.environ[name]}: this was started by torchrun or a similar launcher; "
+                "start it once, with plain python"
+            )
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse what these devices cannot do: Ray would wait for missing GPUs forever."""
+    gpus, backend = gpu_count(), recipe.model.backend
+    if gpus == 0 and backend in ("marlin", "flashinfer_w4a4"):
+        raise ConfigError(f"model.backend = {backend}: no GPU is visible; set model.backend=auto or emulation")
+    wanted, nodes = recipe.trainer.gpus_per_node, recipe.trainer.nodes
+    in_cluster = bool(os.environ.get("RAY_ADDRESS"))
+    if nodes > 1 and not in_cluster:
+        raise ConfigError(
+            f"trainer.nodes = {nodes}: no Ray cluster is named; start one on all nodes and set RAY_ADDRESS, "
+            "or set trainer.nodes=1 with trainer.gpus_per_node"
+        )
+    if gpus and wanted > gpus and not in_cluster:
+        raise ConfigError(f"trainer.gpus_per_node = {wanted}: {gpus} GPU(s) are visible; set at most that")
+
+
+def check_versions() -> None:
+    """Refuse an environment that does not hold the pinned versions."""
+    path = REPO_ROOT / "pyproject.toml"
+    if not path.is_file():  # installed without its source: pip has resolved the pins
+        return
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    wrong = [problem for text in project["dependencies"] if (problem := _pin_problem(text))]
+    extras = project["optional-dependencies"]
+    engine = [[problem for text in extras[extra] if (problem := _pin_problem(text))] for extra in ("cpu", "gpu")]
+    wrong += [] if any(not problems for problems in engine) else min(engine, key=len)
+    if wrong:
+        raise ConfigError(f"environment: {', '.join(wrong)}; run make venv, or pip install -e .[cpu] (or .[gpu])")
+
+
+def _pin_problem(requirement: str) -> str | None:
+    match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[.*\])?==([\w.+]+)$", requirement)
+    if match is None:
+        return None
+    name, wanted = match.groups()
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"{name} {wanted} is missing"
+    return None if found.split("+")[0] == wanted else f"{name} is {found}, not {wanted}"
+
+
+def read_model_config(folder: Path, given: str) -> dict[str, Any]:
+    """config.json of a checkpoint."""
+    if not folder.is_dir():
+        raise ConfigError(f"model.path = {given!r}: no such folder; download or build the checkpoint there")
+    config = _read_json(folder / "config.json", "this is no Hugging Face checkpoint; set model.path to one")
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{folder / 'config.json'}: model_type is missing; the checkpoint is incomplete")
+    return config
+
+
+def read_tensors(folder: Path) -> tuple[dict[str, tuple[str, list[int]]], int]:
+    """(dtype, shape) of every tensor and the bytes of all shards; truncated or missing shards are a ConfigError."""
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        index = _read_json(index_path, "").get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ConfigError(f"{index_path}: weight_map is missing or empty; download the file again")
+        shards = sorted(set(index.values()))
+    else:
+        index, shards = None, sorted(path.name for path in folder.glob("*.safetensors"))
+        if not shards:
+            raise ConfigError(f"{folder}: no *.safetensors file; download or build the weights")
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    size = 0
+    for name in shards:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name}: this shard is missing ({index_path.name} names it); download it again")
+        header = read_safetensors_header(folder / name)
+        size += (folder / name).stat().st_size
+        for tensor, entry in header.items():
+            tensors[tensor] = (entry["dtype"], entry["shape"])
+        for tensor in (key for key, shard in (index or {}).items() if shard == name):
+            if tensor not in header:
+                raise ConfigError(f"{folder / name}: tensor {tensor} is missing in this shard; download it again")
+    return tensors, size
+
+
+def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Header of a safetensors file (name -> dtype, shape, data_offsets), and a check that its data is all there."""
+    actual = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if actual < 8 or length > actual - 8:
+            raise ConfigError(f"{path}: truncated ({actual} bytes, its header alone needs {8 + length}); get it again")
+        try:
+            header = json.loads(file.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            raise ConfigError(f"{path}: not a safetensors file (its header is no JSON); get it again") from None
+    header.pop("__metadata__", None)
+    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if actual < needed:
+        raise ConfigError(f"{path}: truncated ({actual} of {needed} bytes); get it again")
+    return header
+
+
+def check_quantisation(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> tuple[str, ...]:
+    """Formats of a quantised base; ConfigError for one that trainer and engine would not read alike."""
+    where = folder / "config.json"
+    quantisation = config.get("quantization_config")
+    if quantisation is None:
+        packed = next((name for name in tensors if name.endswith((".weight_packed", ".weight_scale"))), None)
+        if packed:
+            raise ConfigError(f"{where}: quantization_config is missing, yet {packed} is quantised; quantise it again")
+        return ()
+    method = quantisation.get("quant_method")
+    if method == "modelopt":
+        algorithm = quantisation.get("quant_algo")
+        if algorithm != "NVFP4":
+            raise ConfigError(
+                f"{where}: ModelOpt quant_algo = {algorithm!r}: only NVFP4 is read alike by both sides; quantise the "
+                "bf16 checkpoint with scripts/quantize_checkpoint.py"
+            )
+        return ("nvfp4-modelopt",)
+    if method != "compressed-tensors":
+        raise ConfigError(
+            f"{where}: quant_method = {method!r}: the base is bf16, compressed-tensors or ModelOpt NVFP4; quantise the "
+            "bf16 checkpoint with scripts/quantize_checkpoint.py"
+        )
+    groups = quantisation.get("config_groups", {})
+    formats = sorted({group.get("format") or quantisation.get("format") for group in groups.values()}, reverse=True)
+    unknown = [name for name in formats if name not in SUPPORTED_FORMATS]
+    if unknown or not formats:
+        raise ConfigError(f"{where}: format {unknown or None}: supported are {', '.join(SUPPORTED_FORMATS)}")
+    for name in tensors:
+        if name.endswith(".weight_packed"):
+            for part in ("weight_scale", "weight_global_scale"):
+                if name.removesuffix("weight_packed") + part not in tensors:
+                    raise ConfigError(f"{folder}: {name} has no {part}; quantise the checkpoint again")
+    return tuple(formats)
+
+
+def check_vocabulary(folder: Path, config: dict[str, Any]) -> None:
+    """vocab_size must be the tokenizer's length: the engine masks ids beyond it and the trainer does not."""
+    path = folder / "tokenizer.json"
+    tokenizer = _read_json(path, "copy the model's tokenizer there")
+    vocabulary = tokenizer["model"]["vocab"]
+    tokens = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+    tokens |= {entry["content"] for entry in tokenizer.get("added_tokens", [])}
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if size != len(tokens):
+        raise ConfigError(
+            f"{folder / 'config.json'}: vocab_size = {size}, but tokenizer.json has {len(tokens)} tokens: the engine "
+            "would mask the rest and the trainer not; make them equal (resize the embeddings)"
+        )
+
+
+def check_length(recipe: Recipe, config: dict[str, Any]) -> None:
+    """The longest sequence must fit the model's positions."""
+    limit = config.get("max_position_embeddings", config.get("text_config", {}).get("max_position_embeddings"))
+    if limit is not None and recipe.max_model_len > limit:
+        raise ConfigError(
+            f"data.max_response_length = {recipe.data.max_response_length}: with max_prompt_length "
+            f"{recipe.data.max_prompt_length} that is {recipe.max_model_len} tokens, the model has {limit} positions; "
+            "shorten one"
+        )
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """A starting adapter must be complete and of the recipe's rank."""
+    folder = find_path(recipe.model.adapter)
+    config = _read_json(folder / "adapter_config.json", "set model.adapter to the folder of a PEFT adapter")
+    rank = config.get("r")
+    if rank != recipe.model.lora_rank:
+        raise ConfigError(
+            f"model.lora_rank = {recipe.model.lora_rank}: the adapter in {recipe.model.adapter!r} has rank {rank}; "
+            f"set model.lora_rank={rank}"
+        )
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder / 'adapter_model.safetensors'}: missing; save the adapter again")
+    read_safetensors_header(folder / "adapter_model.safetensors")
+
+
+def check_data(key: str, value: str) -> int:
+    """Rows of a data set, each with a prompt and a ground truth."""
+    path = find_path(value)
+    if not path.is_file():
+        raise ConfigError(f"{key} = {value!r}: no such file; set {key} to a parquet or jsonl file")
+    from rl.data import load_rows, validate_rows  # reads parquet: only once everything cheaper is right
+
+    try:
+        rows = load_rows(path)
+        validate_rows(rows, source=str(value))
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if not rows:
+        raise ConfigError(f"{key} = {value!r}: the file has no rows; build the data set again")
+    return len(rows)
+
+
+def count_parameters(tensors: dict[str, tuple[str, list[int]]]) -> int:
+    """Weights of a checkpoint: two for each byte of packed NVFP4, none for scales."""
+    total = 0
+    for name, (_, shape) in tensors.items():
+        if _SCALES.search(name):
+            continue
+        number = 1
+        for extent in shape:
+            number *= extent
+        total += number * (2 if name.endswith(".weight_packed") else 1)
+    return total
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; {remedy or 'download the checkpoint again'}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise ConfigError(f"{path}: not valid JSON (truncated?); download or build it again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object; download or build it again")
+    return content
+
+
+def _human(number: float) -> str:
+    for unit in ("", "K", "M", "G"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} T"

@@ -1,0 +1,149 @@
+"""Routing replay: the trainer's routers take the expert ids that the engine used, and recompute the gate weights.
+
+One `RoutingReplay` object is shared by all routers of a model. For a micro-batch it holds the ids of every row in the
+layout of the model's input; a router replaces its own choice where an id is known, takes the gate weights from its own
+scores (gradients flow through them) and counts how often its own choice agreed. Recomputation under gradient
+checkpointing sees the same ids. Legend: T rows (tokens incl. padding), L decoder layers, K experts a token, E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+UNKNOWN = -1
+
+
+class ReplayError(ValueError):
+    """The engine's expert ids cannot be used; the message names the sequence, position and layer."""
+
+
+@dataclass
+class LayerCount:
+    """Rows of one layer, over response and prompt tokens that the engine routed."""
+
+    rows: int = 0
+    agree: int = 0
+
+
+@dataclass
+class RoutingReplay:
+    """`ids` int64 [T, L, K] or None (every router decides itself); `enabled` False measures agreement, replays nothing."""
+
+    enabled: bool = True
+    ids: torch.Tensor | None = None
+    counts: dict[int, LayerCount] = field(default_factory=dict)
+    recording: list[torch.Tensor] | None = None
+
+    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """Ids [T, K] that the router of `layer` must use, given its own choice `own` [T, K]."""
+        if self.recording is not None:
+            self.recording.append(own.detach())
+        if self.ids is None:
+            return own
+        ids = self.ids[:, layer]
+        if ids.shape != own.shape:
+            raise ReplayError(f"layer {layer}: {tuple(ids.shape)} replayed ids for {tuple(own.shape)} routed rows")
+        known = ids[:, 0] != UNKNOWN
+        # Under recomputation the same rows come twice: counts are ratios, so this does not bias them.
+        count = self.counts.setdefault(layer, LayerCount())
+        count.rows += int(known.sum())
+        count.agree += int((own.sort(-1).values == ids.sort(-1).values).all(-1)[known].sum())
+        return torch.where(known.unsqueeze(1), ids, own) if self.enabled else own
+
+    def take_counts(self) -> dict[int, LayerCount]:
+        counts, self.counts = self.counts, {}
+        return counts
+
+
+class ReplayRouter(nn.Module):
+    """Wraps a softmax top-k router of transformers (`weight` [E, H], `top_k`, `norm_topk_prob`).
+
+    Logits are the compute dtype's product, as the engine's gate is; scores, selection and gate weights are float32 and
+    the weights stay float32, as the engine's kernels keep them. Returns (logits [T, E], weights [T, K], ids [T, K]).
+    """
+
+    def __init__(self, router: nn.Module, replay: RoutingReplay, layer: int, matmul: Callable) -> None:
+        super().__init__()
+        for name in ("weight", "top_k"):
+            if not hasattr(router, name):
+                raise ReplayError(f"{type(router).__name__} has no {name!r}: routing replay does not know this router")
+        self.weight = router.weight
+        self.top_k = router.top_k
+        self.normalise = getattr(router, "norm_topk_prob", True)
+        self.replay, self.layer, self.matmul = replay, layer, matmul
+
+    def forward(self, hidden_states: torch.Tensor):
+        logits = self.matmul(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
+        scores = F.softmax(logits, dtype=torch.float, dim=-1)
+        ids = self.replay.choose(self.layer, scores.topk(self.top_k, dim=-1).indices)
+        weights = scores.gather(-1, ids)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, ids
+
+
+def install(model: nn.Module, replay: RoutingReplay, matmul: Callable) -> int:
+    """Put a `ReplayRouter` over every top-k router of `model`; returns how many (0 for a dense model)."""
+    found = 0
+    for name, module in list(model.named_modules()):
+        if not type(module).__name__.endswith("TopKRouter"):
+            continue
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if layer is None:
+            raise ReplayError(f"{name}: no decoder layer in the name of this router")
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, ReplayRouter(module, replay, layer, matmul))
+        found += 1
+    return found
+
+
+def check_ids(ids: torch.Tensor, layers: Sequence[int], experts: int, sequence: int) -> None:
+    """Refuse engine ids [n, L, K] that cannot be a routing: out of range, or one expert twice for a token.
+
+    Rows that the engine never wrote are all zero, which is one expert twice: they are an error too, not a silent route.
+    """
+    if ids.shape[0] == 0:
+        return
+    used = ids[:, list(layers)]
+    if bool(((used < 0) | (used >= experts)).any()):
+        raise ReplayError(f"sequence {sequence}: expert ids outside 0..{experts - 1} (found {int(used.min())}..{int(used.max())})")
+    if used.shape[-1] < 2:
+        return
+    ordered = used.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    if bool(twice.any()):
+        row, column = twice.nonzero()[0].tolist()
+        zero = "rows the engine did not write" if not used[row].any() else "a duplicate id"
+        raise ReplayError(
+            f"sequence {sequence}, token {row}, layer {layers[column]}: ids {used[row, column].tolist()}: {zero}; "
+            "check enable_return_routed_experts and prefix caching in the engine"
+        )
+
+
+def layout(
+    sequences: Sequence[torch.Tensor], lengths: Sequence[int], width: int | None, layers: Sequence[int], experts: int
+) -> torch.Tensor:
+    """Ids of a micro-batch in the model's row layout.
+
+    Args:
+        sequences: engine ids [n, L, K] a sequence, for its first n tokens (n is length - 1, or length with a last row
+            that the engine did not compute).
+        lengths: tokens a sequence.
+        width: padded length (rows are [B * width]), or None for packed rows.
+        layers: the decoder layers that have a router.
+
+    Returns int64 [T, L, K] with UNKNOWN for the last token of each sequence, for padding and for missing rows.
+    """
+    rows = []
+    for index, (ids, length) in enumerate(zip(sequences, lengths, strict=True)):
+        ids = ids.long()
+        if ids.shape[0] not in (length - 1, length):
+            raise ReplayError(f"sequence {index}: {ids.shape[0]} rows of expert ids for {length} tokens")
+        ids = ids[: length - 1]  # the last token was sampled but never fed back
+        check_ids(ids, layers, experts, index)
+        missing = (width if width is not None else length) - ids.shape[0]
+        rows.append(torch.cat([ids, ids.new_full((missing, *ids.shape[1:]), UNKNOWN)]))
+    return torch.cat(rows)

@@ -1,0 +1,370 @@
+"""The recipe: every setting of a training run, typed, with what it means written under it.
+
+Imports pydantic only (no torch, verl, vLLM or Ray), so that a wrong recipe is refused in well under a second. Loading
+a file, overriding keys and wording the errors is `rl.config`; checks that need the disk are `rl.preflight`.
+"""
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rl.sizes import check_batches, resolve_workers
+
+ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum adapter ranks that vLLM 0.30 accepts (`vllm.config.lora.MaxLoRARanks`)."""
+
+LORA_GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "index")
+"""Names for whole families of modules in `model.lora_targets`."""
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys, silent type conversions, NaN and later changes are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelConfig(Section):
+    """The frozen base, and the adapter that is trained on it."""
+
+    path: str
+    """Folder of the Hugging Face checkpoint that both the trainer and the engine read."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations and of the tensors that are not quantised, on both sides."""
+    backend: Literal["auto", "emulation", "marlin", "flashinfer_w4a4"] = "auto"
+    """Whose rounding points the trainer follows; auto: emulation without a GPU, marlin on Hopper, flashinfer_w4a4 on
+    Blackwell."""
+    lora_rank: Positive = 32
+    """Rank of the adapter; one of the ranks that vLLM serves."""
+    lora_alpha: PositiveFloat = 32
+    """The adapter's output is scaled by lora_alpha / lora_rank."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before A in the trainer. The engine has none, so any other value than 0 widens the mismatch."""
+    lora_targets: Annotated[list[str], Field(min_length=1)] = ["attention"]
+    """What is adapted: attention, experts, shared_experts, dense_mlp, index, or names of modules (q_proj, ...)."""
+    share_gate_up_a: bool = False
+    """Gate and up of an expert use one A matrix."""
+    adapter: str | None = None
+    """Folder of a PEFT adapter to start from; null starts from a new one, which is zero."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention of the trainer's forward."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+    @field_validator("lora_rank")
+    @classmethod
+    def _rank_is_served(cls, rank: int) -> int:
+        if rank not in ENGINE_LORA_RANKS:
+            raise ValueError(f"vLLM serves the ranks {', '.join(map(str, ENGINE_LORA_RANKS))}; take one of them")
+        return rank
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _targets_are_known(cls, targets: list[str]) -> list[str]:
+        import difflib  # only here: keep the import of this module light
+
+        modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        modules += ("index_q_proj", "index_k_proj")
+        for target in targets:
+            if target in LORA_GROUPS or target in modules:
+                continue
+            near = difflib.get_close_matches(target, LORA_GROUPS + modules, n=1, cutoff=0.75)
+            if near:
+                raise ValueError(f"{target!r} is no group or module; did you mean {near[0]!r}?")
+            if not target.replace(".", "").isidentifier():
+                raise ValueError(f"{target!r} is no module name; take one of {', '.join(LORA_GROUPS + modules)}")
+        if len(set(targets)) != len(targets):
+            raise ValueError("a target is listed twice; list each once")
+        return targets
+
+
+class DataConfig(Section):
+    """Prompts with known answers (parquet or jsonl in verl's schema)."""
+
+    train: str
+    """Training set."""
+    val: str
+    """Held-out set; never trained on."""
+    max_prompt_length: Positive = 512
+    """Tokens; a longer prompt is dropped before the run, and the number dropped is printed."""
+    max_response_length: Positive = 512
+    """Tokens that the engine may sample for one answer."""
+    batch_size: Positive = 16
+    """Prompts in one step; batch_size * rollout.group_size samples are one optimizer step."""
+    shuffle: bool = True
+    """Draw the prompts in an order that depends on `seed` only."""
+    val_samples: Positive = 1
+    """Samples for each held-out problem, at the temperature of training."""
+    val_limit: Positive | None = None
+    """Use only the first N held-out problems; null uses all."""
+
+
+class RolloutConfig(Section):
+    """Sampling, and the vLLM engine that does it."""
+
+    group_size: int = 8
+    """Samples for one prompt; the advantage compares a sample with the others of its group."""
+    temperature: float = 1.0
+    """Must stay 1: the engine's log-probabilities have to be those of the trained distribution."""
+    top_p: float = 1.0
+    """Must stay 1, for the same reason."""
+    top_k: int = -1
+    """Must stay -1 (off), for the same reason."""
+    tensor_parallel_size: Positive = 1
+    """Devices that hold one copy of the engine together."""
+    replicas: Positive | None = None
+    """Copies of the engine; null: as many as fit on the trainer's devices."""
+    max_num_seqs: Positive = 128
+    """Sequences that one engine decodes together."""
+    max_num_batched_tokens: Positive = 8192
+    """Tokens in one forward of the engine."""
+    enforce_eager: bool = True
+    """No CUDA graphs (always so without a GPU)."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Size of the KV cache in GiB; null lets gpu_memory_utilization decide (1 GiB without a GPU)."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """auto: the model's dtype, which is what the trainer's attention sees."""
+    prefix_caching: bool = False
+    """Reuse the prompt's keys and values within a group. Prompt rows that come from the cache have no recorded
+    routes: the trainer routes them itself, and counts them."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory that the engine may take (the trainer lives on the same GPU)."""
+
+    @model_validator(mode="after")
+    def _is_the_trained_distribution(self) -> "RolloutConfig":
+        for key, value, only in (
+            ("temperature", self.temperature, 1),
+            ("top_p", self.top_p, 1),
+            ("top_k", self.top_k, -1),
+        ):
+            if value != only:
+                raise ValueError(
+                    f"rollout.{key} = {value}: importance sampling needs samples of the trained distribution; "
+                    f"set rollout.{key}={only}"
+                )
+        if self.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size = {self.group_size}: a group of one has no one to compare with, so every "
+                "advantage is 0; set rollout.group_size=2 or more"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"rollout.max_num_batched_tokens = {self.max_num_batched_tokens}: vLLM needs at least one token a "
+                f"sequence; set it to rollout.max_num_seqs ({self.max_num_seqs}) or more"
+            )
+        return self
+
+
+Objective = Literal["reinforce_tis"]
+OBJECTIVES = {
+    "reinforce_tis": "policy gradient, group-relative advantages, each token weighted once by "
+    "min(exp(logp_train - logp_rollout), cap), detached; one optimizer step a batch",
+}
+"""What each value of `algorithm.objective` trains, in a sentence that the run prints."""
+
+
+class AlgorithmConfig(Section):
+    """The objective. Rollout log-probabilities are the old log-probabilities ("bypass")."""
+
+    objective: Objective = "reinforce_tis"
+    """reinforce_tis: policy gradient with truncated importance sampling, applied exactly once (verl: bypass mode with
+    loss_type reinforce)."""
+    advantage: Literal["grpo"] = "grpo"
+    """grpo: reward minus the mean of its group."""
+    norm_adv_by_std: bool = True
+    """Divide the advantage by the group's standard deviation; false is Dr. GRPO."""
+    rollout_is: Literal["token", "sequence"] | None = "token"
+    """Level of the importance weights; null applies none (to measure what they do)."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Cap of the importance weights."""
+    icepop_low: PositiveFloat | None = None
+    """IcePop: tokens whose weight is below this are masked. Given together with icepop_high, replaces the cap."""
+    icepop_high: PositiveFloat | None = None
+    """IcePop: tokens whose weight is above this are masked."""
+    sequence_mask: Literal["seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k3"] | None = None
+    """Divergence by which whole samples are masked (verl's rollout_rs); null masks none."""
+    sequence_mask_low: PositiveFloat | None = None
+    """Lower ratio bound of the k1 masks."""
+    sequence_mask_high: PositiveFloat | None = None
+    """Upper ratio bound of the k1 masks; largest divergence of the k3 masks."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How token losses become one number."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of an entropy bonus."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of a KL penalty against the base model."""
+    routing_replay: bool = True
+    """The trainer's routers take the expert ids that the engine used."""
+
+    @model_validator(mode="after")
+    def _masks_are_complete(self) -> "AlgorithmConfig":
+        if (self.icepop_low is None) != (self.icepop_high is None):
+            missing = "icepop_low" if self.icepop_low is None else "icepop_high"
+            raise ValueError(f"algorithm.{missing} = null: IcePop needs both bounds; set algorithm.{missing} too")
+        if self.icepop_low is not None:
+            if not self.icepop_low < 1 < self.icepop_high:
+                raise ValueError(
+                    f"algorithm.icepop_low = {self.icepop_low}, icepop_high = {self.icepop_high}: a weight of 1 must "
+                    "lie between them; take e.g. 0.5 and 5"
+                )
+            if self.rollout_is != "token":
+                raise ValueError("algorithm.icepop_low is set: IcePop masks tokens; set algorithm.rollout_is=token")
+        bounds = {"sequence_mask_low": self.sequence_mask_low, "sequence_mask_high": self.sequence_mask_high}
+        needed = [] if self.sequence_mask is None else ["sequence_mask_high"]
+        if self.sequence_mask and self.sequence_mask.endswith("k1"):
+            needed.append("sequence_mask_low")
+        for key, value in bounds.items():
+            if (key in needed) != (value is not None):
+                remedy = "set a bound" if key in needed else "leave it null"
+                raise ValueError(f"algorithm.{key} = {value} with sequence_mask = {self.sequence_mask}: {remedy}")
+        return self
+
+
+class OptimConfig(Section):
+    """AdamW over the adapter."""
+
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to 0 at the last step."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """AdamW's two decay rates."""
+    clip_grad: PositiveFloat = 1.0
+    """Largest norm of the gradient."""
+
+
+class TrainerConfig(Section):
+    """How long, how often, on what."""
+
+    steps: Positive
+    """Optimizer steps."""
+    val_every: NonNegative = 10
+    """Steps between two held-out evaluations; 0 evaluates only at the end."""
+    val_before_train: bool = True
+    """Evaluate before step 1 (the summary's initial accuracy)."""
+    save_every: NonNegative = 0
+    """Steps between two saved states; 0 saves the adapter at the end only."""
+    micro_batch_size: Positive = 16
+    """Sequences that one worker runs forward and backward at a time; at most its share of a step."""
+    max_tokens_per_micro_batch: Positive | None = None
+    """Token budget of a micro-batch; given, micro-batches are built by tokens and micro_batch_size is not used."""
+    fsdp_workers: Positive | None = None
+    """Trainer processes in all; null: nodes * gpus_per_node."""
+    gpus_per_node: Positive | None = None
+    """Devices on one node; null: fsdp_workers / nodes. Without a GPU each worker is a CPU process."""
+    nodes: Positive = 1
+    """Machines in the Ray cluster."""
+    logger: Annotated[list[Literal["console", "wandb"]], Field(min_length=1)] = ["console"]
+    """Where metrics go besides the run folder."""
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    """offline writes below the run folder; online needs an account."""
+    project_name: str = "lockstep"
+    """Project in wandb."""
+    stall_minutes: PositiveFloat = 10.0
+    """Minutes without any event after which the run names the stage that hangs and dumps all stacks; after three
+    times as long it ends."""
+    resume: str | None = None
+    """auto: the newest state of the last run of this recipe; a path: that run folder; null: a new run."""
+
+
+class Thresholds(Section):
+    """What the consistency gate lets pass. Weights have none: every hash must be equal."""
+
+    kl_k3: PositiveFloat = 1e-3
+    """Largest mean of r - 1 - log r over the probe's tokens, with replayed routes."""
+    max_abs_logp: PositiveFloat = 0.1
+    """Largest |delta logp| of a token, with replayed routes."""
+    mean_abs_logp: PositiveFloat = 0.02
+    """Largest mean |delta logp|, with replayed routes."""
+    routing_replayed: Fraction = 1.0
+    """Least agreement of expert sets with replay."""
+    routing_free: Fraction = 0.9
+    """Least agreement of expert sets when the trainer routes by itself."""
+    adapter_effect: PositiveFloat = 1e-3
+    """Least mean |delta logp| by which a non-zero test adapter must move the engine."""
+
+
+class ConsistencyConfig(Section):
+    """The gate: the three checks and the probe, before step 1 and later."""
+
+    enabled: bool = True
+    """false trains without any check; the run says so."""
+    every: NonNegative = 20
+    """Steps between two checks after the first; 0 checks before step 1 only."""
+    probe_sequences: Positive = 8
+    """Sequences that both sides score."""
+    probe_tokens: Positive = 64
+    """Tokens sampled for each of them."""
+    thresholds: Thresholds = Field(default_factory=Thresholds)
+    """What passes."""
+    replay_blocks: bool = False
+    """Also replay the engine's selected attention blocks (models with block-sparse attention)."""
+
+
+class RunConfig(Section):
+    """Where results go."""
+
+    root: str = "runs"
+    """Folder in which each run gets its own folder; `latest` there links to the newest."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """Begins the run folder's name."""
+    seed: NonNegative = 0
+    """Seeds data order, adapter, and sampling."""
+    model: ModelConfig
+    """The frozen base and the adapter."""
+    data: DataConfig
+    """The problems."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """The engine."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """The objective."""
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    """The optimizer."""
+    trainer: TrainerConfig
+    """Length, intervals and devices."""
+    consistency: ConsistencyConfig = Field(default_factory=ConsistencyConfig)
+    """The gate."""
+    run: RunConfig = Field(default_factory=RunConfig)
+    """The run folder."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one optimizer step."""
+        return self.data.batch_size * self.rollout.group_size
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        resolve_workers(self)
+        check_batches(self)
+        return self
+
+
+assert set(get_args(Objective)) == set(OBJECTIVES), "every objective needs its sentence"

@@ -1,0 +1,133 @@
+"""A vLLM engine inside the caller's process: for consistency checks, evaluation and tests. No Ray, no server."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ADAPTER_ID = 1
+
+
+@dataclass
+class Sampled:
+    """One sampled sequence: prompt + response ids, response log-probs [n], and expert ids uint8/uint16 [len - 1, L, K]."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    routed_experts: torch.Tensor | None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+
+@dataclass
+class EngineOptions:
+    """Sizes of an in-process engine."""
+
+    max_model_len: int = 256
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 4096
+    lora_rank: int = 32
+    kv_cache_gib: float = 0.25
+    seed: int = 0
+    dtype: str = "bfloat16"
+    extra: dict = field(default_factory=dict)
+
+
+def set_environment() -> None:
+    """vLLM's environment for an in-process CPU engine; call before vLLM is imported."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        # vLLM compiles helpers of its sampler with inductor even in eager mode: 20-40 s of C++ compiler on CPU.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+class InProcessEngine:
+    """vLLM's `LLM` with one adapter slot, routed-expert capture and in-memory adapter sync."""
+
+    def __init__(self, path: Path, options: EngineOptions) -> None:
+        set_environment()
+        from vllm import LLM
+
+        self.options = options
+        self.version = 0
+        self.llm = LLM(
+            model=str(path),
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            enforce_eager=True,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=options.lora_rank,
+            enable_return_routed_experts=True,
+            load_format="safetensors",
+            kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30),
+            seed=options.seed,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="rollout.worker.EngineWorker",
+            **options.extra,
+        )
+
+    def sync_adapter(self, tensors: dict[str, torch.Tensor], config: dict) -> None:
+        """Replace the adapter by `tensors` (wire names) in memory and drop cached prefixes."""
+        self.llm.collective_rpc("lockstep_load_adapter", args=(ADAPTER_ID, tensors, config))
+        self.llm.reset_prefix_cache()
+        self.version += 1
+
+    def base_digests(self) -> dict[str, dict]:
+        return self.llm.collective_rpc("lockstep_base_digests")[0]
+
+    def adapter_digests(self) -> dict[str, dict]:
+        return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID,))[0]
+
+    def _request(self, adapter: bool):
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("lockstep", ADAPTER_ID, "in-memory") if adapter else None
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, adapter: bool = True, seed: int = 0) -> list[Sampled]:
+        """Sample one response a prompt at temperature 1."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            [SamplingParams(max_tokens=max_tokens, logprobs=0, seed=seed + i) for i in range(len(prompts))],
+            lora_request=self._request(adapter),
+            use_tqdm=False,
+        )
+        sampled = []
+        for output in outputs:
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+            routed = completion.routed_experts
+            sampled.append(
+                Sampled(list(output.prompt_token_ids), ids, logprobs, None if routed is None else torch.as_tensor(routed))
+            )
+        return sampled
+
+    def score(self, sequences: list[list[int]], adapter: bool = True) -> list[torch.Tensor]:
+        """Log-probs float32 [len - 1] of tokens 1.. of each sequence, by prefill."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in sequences],
+            SamplingParams(max_tokens=1, prompt_logprobs=0),
+            lora_request=self._request(adapter),
+            use_tqdm=False,
+        )
+        return [
+            torch.tensor([entry[token].logprob for token, entry in zip(ids[1:], o.prompt_logprobs[1:], strict=True)])
+            for ids, o in zip(sequences, outputs, strict=True)
+        ]

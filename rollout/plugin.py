@@ -1,0 +1,22 @@
+"""vLLM plugin of lockstep (entry point `vllm.general_plugins`), run once in every vLLM process."""
+
+_registered = False
+
+
+def register() -> None:
+    """Install what the platform lacks; idempotent, since vLLM may load plugins more than once in a process."""
+    global _registered
+    if _registered:
+        return
+    from rollout.patching import patch_target
+
+    platform = patch_target("vllm.platforms:current_platform")
+    # verl 0.9.1 asks for get_unstacked_mapper, the name it has in later releases of vLLM; here it is get_rename_mapper.
+    mapper = patch_target("vllm.model_executor.models.utils:WeightsMapper")
+    if not hasattr(mapper, "get_unstacked_mapper"):
+        mapper.get_unstacked_mapper = patch_target("vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper")
+    if platform.is_cpu():
+        from rollout import cpu
+
+        cpu.install()
+    _registered = True

@@ -1,0 +1,152 @@
+"""What lockstep asks of a vLLM worker: fingerprints of its weights and adapter, and proof that an adapter is bound.
+
+`EngineWorker` is mixed into vLLM's worker class (`worker_extension_cls`), so its methods are reachable through
+collective_rpc on every worker. It answers with digests under canonical names, which are the trainer's: Hugging Face
+module names, experts stacked, and `name#part` for the byte tensors of a quantised matrix.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from rollout.fingerprint import digests
+from rollout.patching import patch_target
+
+PEFTHelper = patch_target("vllm.lora.peft_helper:PEFTHelper")
+
+
+class SyncError(RuntimeError):
+    """An adapter that the engine did not take whole; the message names the tensors."""
+
+
+def canonical_name(name: str) -> str:
+    """Engine module or parameter name without the segments that LoRA and the MoE runner add."""
+    return name.replace(".base_layer", "").replace(".routed_experts", "")
+
+
+def _row_parts(model: nn.Module, name: str, module: nn.Module) -> list[tuple[str, int]]:
+    """(canonical name, rows) of the matrices fused along the rows of a linear `module`."""
+    parent, _, leaf = name.rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(leaf)
+    if parts is None:
+        return [(name, module.weight.shape[0])]
+    return [(f"{parent}.{part}", rows) for part, rows in zip(parts, module.output_partition_sizes, strict=True)]
+
+
+def _linear_tensors(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    quantised = hasattr(module, "weight_scale")
+    start = 0
+    for part, rows in _row_parts(model, name, module):
+        block = slice(start, start + rows)
+        if quantised:
+            yield f"{part}.weight#data", module.weight[block]
+            yield f"{part}.weight#scale", module.weight_scale[block]
+        else:
+            yield f"{part}.weight", module.weight[block]
+        start += rows
+
+
+def _expert_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for engine, part in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+        weight = getattr(module, f"{engine}_weight")
+        if weight.dtype != torch.uint8:
+            yield f"{name}.{part}", weight
+            continue
+        yield f"{name}.{part}#packed", weight
+        yield f"{name}.{part}#scale", getattr(module, f"{engine}_weight_scale")
+        yield f"{name}.{part}#global_scale", getattr(module, f"{engine}_weight_scale_2")
+
+
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight tensor of a vLLM model under its canonical name, in the checkpoint's own layout.
+
+    Works on the layouts that keep the checkpoint's bytes (the CPU platform). Raises NotImplementedError for a backend
+    that repacks them.
+    """
+    seen: set[int] = set()
+    for raw_name, module in model.named_modules():
+        name = canonical_name(raw_name)
+        if id(module) in seen:
+            continue
+        if hasattr(module, "w13_weight"):
+            seen.add(id(module))
+            yield from _expert_tensors(name, module)
+        elif hasattr(module, "output_partition_sizes") and "weight" in module._parameters:
+            seen.add(id(module))
+            yield from _linear_tensors(model, name, module)
+        else:
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    seen.add(id(module))
+                    yield f"{name}.{leaf}" if name else leaf, parameter
+
+
+def adapter_tensors(manager, adapter_id: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (canonical name, tensor) of an active adapter from the buffers that the LoRA kernels use, at its true rank.
+
+    Raises SyncError if the adapter is in no slot, or brought tensors that no module took.
+    """
+    if adapter_id not in manager.lora_index_to_id:
+        raise SyncError(f"adapter {adapter_id} is in no slot of the engine (slots: {manager.lora_index_to_id})")
+    slot = manager.lora_index_to_id.index(adapter_id)
+    adapter = manager.get_adapter(adapter_id)
+    unbound = sorted(set(adapter.loras) - set(manager.modules))
+    if unbound:
+        raise SyncError(f"the engine has no module for {len(unbound)} parts of the adapter: {', '.join(unbound[:5])}")
+    for raw_name, weights in adapter.loras.items():
+        yield from _layer_tensors(canonical_name(raw_name), manager, manager.modules[raw_name], weights, slot, adapter.rank)
+
+
+def _layer_tensors(name: str, manager, layer: nn.Module, weights, slot: int, rank: int):
+    parent, _, leaf = name.rpartition(".")
+    if hasattr(layer, "w13_lora_a_stacked"):
+        stacked_a = (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked)
+        stacked_b = (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
+        for part, a, b in zip(("gate_proj", "up_proj", "down_proj"), stacked_a, stacked_b, strict=True):
+            yield f"{name}.{part}.lora_A", a[slot, :, :rank]
+            yield f"{name}.{part}.lora_B", b[slot, :, :, :rank]
+        return
+    parts = manager.packed_modules_mapping.get(leaf, [leaf])
+    given = weights.lora_a if isinstance(weights.lora_a, list) else [weights.lora_a]
+    for part, source, a, b in zip(parts, given, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+        if source is not None:  # a fused matrix of which the adapter targets other parts
+            yield f"{parent}.{part}.lora_A", a[slot, 0, :rank]
+            yield f"{parent}.{part}.lora_B", b[slot, 0, :, :rank]
+
+
+class EngineWorker:
+    """Methods that vLLM's worker gains; every name starts with lockstep_ so that none can clash with vLLM's."""
+
+    def lockstep_base_digests(self) -> dict[str, dict]:
+        """Digest of every base tensor that this worker holds now."""
+        return digests((name, tensor) for name, tensor in base_tensors(self.model_runner.model))
+
+    def lockstep_adapter_digests(self, adapter_id: int) -> dict[str, dict]:
+        """Digest of every tensor of the active adapter as the LoRA kernels see it; SyncError if it is not whole."""
+        return digests(adapter_tensors(self.model_runner.lora_manager._adapter_manager, adapter_id))
+
+    def lockstep_load_adapter(self, adapter_id: int, tensors: dict[str, torch.Tensor], config: dict) -> None:
+        """Replace adapter `adapter_id` by `tensors` (vLLM's adapter names) from memory and activate it.
+
+        Raises SyncError when nothing was sent or a tensor binds to no module.
+        """
+        if not any("lora_A" in name for name in tensors):
+            raise SyncError(f"{len(tensors)} tensors were sent and none is of an adapter")
+        lora_manager = self.model_runner.lora_manager
+        lora_manager.remove_adapter(adapter_id)
+        manager = lora_manager._adapter_manager
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(lora_manager.lora_config)
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = lora_manager._lora_model_cls.from_lora_tensors(
+            lora_model_id=adapter_id,
+            tensors=tensors,
+            peft_helper=helper,
+            device="cpu",
+            dtype=lora_manager.lora_config.lora_dtype,
+            model_vocab_size=lora_manager.vocab_size,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter_id)

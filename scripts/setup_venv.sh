@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Build .venv in the repository: `setup_venv.sh cpu` or `setup_venv.sh gpu`; `make venv` calls it when it is needed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+extra=$1
+python=${PYTHON:-python3}
+log=.venv/install.log
+
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+  echo "PYTHON=${PYTHON:-}: lockstep needs Python 3.11 or 3.12; install one, or name it: make venv PYTHON=/path/to/python3.11" >&2
+  exit 2
+fi
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+
+echo "installing the $extra environment into .venv (the first time: about 5 minutes and 4 GB); log: $log"
+.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$extra,dev]" >"$log" 2>&1 &
+pip=$!
+trap 'kill "$pip" 2>/dev/null || true' INT TERM
+began=$SECONDS
+while kill -0 "$pip" 2>/dev/null; do
+  sleep 1
+  seconds=$((SECONDS - began))
+  if [ -t 1 ]; then
+    printf '\r\033[2K  %s s  %.100s' "$seconds" "$(tail -n 1 "$log" | sed 's/^ *//; s/(from.*//')"
+  elif [ $((seconds % 60)) -eq 0 ] && [ "$seconds" -gt 0 ]; then
+    echo "  $seconds s: $(tail -n 1 "$log" | sed 's/^ *//; s/(from.*//' | cut -c 1-100)"
+  fi
+done
+if [ -t 1 ]; then printf '\r\033[2K'; fi
+if ! wait "$pip"; then
+  tail -n 15 "$log" >&2
+  echo "pip failed; the whole log is $log" >&2
+  exit 1
+fi
+if [ "$extra" = cpu ]; then
+  # Beside a CPU build of torch, torchvision breaks `import peft` and torchaudio breaks vLLM; nothing here needs them.
+  .venv/bin/python -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec >>"$log" 2>&1
+fi
+echo "  .venv is ready after $((SECONDS - began)) s"

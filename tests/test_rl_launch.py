@@ -1,0 +1,235 @@
+"""The front end, with a stand-in for the trainer process: what is shown and written, and that nothing is left over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.config import REPO_ROOT, ConfigError, load_recipe
+from rl.events import EventLog, JsonlFollower, read_jsonl
+from rl.failure import last_traceback, log_excerpt
+from rl.launch import find_resume, make_run
+from rl.processes import Process, RunProcesses, _pids
+from rl.summary import summarize
+
+FAKE = REPO_ROOT / "tests" / "fake_trainer.py"
+DRIVER = """
+import sys, time
+sys.path.insert(0, {root!r})
+from rl import launch
+from rl.config import load_recipe
+from rl.preflight import Preflight
+recipe = load_recipe("tiny_math", ["run.root=" + {runs!r}, "trainer.steps=3", "name=fake"])
+checked = Preflight("qwen3_moe", "Qwen3MoeForCausalLM", 1_800_000, 1_700_000, ("nvfp4-pack-quantized",), 10, 10)
+run_dir, run_id = launch.make_run(recipe)
+launch.write_config(run_dir, run_id, recipe, checked, "fake", [], None)
+command = [sys.executable, {fake!r}, {behaviour!r}, str(run_dir)]
+run = launch.Run(recipe, run_dir, run_id, time.time(), command)
+sys.exit(run.execute(launch.headline(recipe, checked, run_dir)))
+"""
+
+
+def start(tmp_path: Path, behaviour: str, **env: str) -> subprocess.Popen:
+    """The front end around the stand-in, in its own process."""
+    runs = str(tmp_path / "runs")
+    code = DRIVER.format(root=str(REPO_ROOT), runs=runs, fake=str(FAKE), behaviour=behaviour)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"LOCKSTEP_GRACE_S": "0.5", "LOCKSTEP_POLL_S": "1"} | env,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, tmp_path: Path) -> tuple[int, str, Path, dict]:
+    """(status, output, run folder, summary) when the front end has ended."""
+    output, _ = process.communicate(timeout=40)
+    run_dir = (tmp_path / "runs" / "latest").resolve()
+    assert_nothing_left(run_dir)
+    return process.returncode, output, run_dir, json.loads((run_dir / "summary.json").read_text())
+
+
+def assert_nothing_left(run_dir: Path) -> None:
+    """No process of the run, none of its segments, no Ray folder; every file that a run always has."""
+    run_id = json.loads((run_dir / "config.json").read_text())["run_id"]
+    assert RunProcesses(run_id, Path("/nowhere")).alive() == []
+    assert not Path(f"/tmp/lockstep-{run_id}").exists()
+    if (run_dir / "left.txt").exists():
+        segment, *children = (run_dir / "left.txt").read_text().split()
+        assert not (Path("/dev/shm") / segment).exists()
+        assert not {int(pid) for pid in children} & {pid for pid in _pids() if Process.of(pid).alive()}
+    for name in ("config.json", "events.jsonl", "summary.json", "report.html", "logs/trainer.log"):
+        assert (run_dir / name).is_file()
+
+
+def test_a_run_that_ends_well(tmp_path):
+    status, output, run_dir, summary = finish(start(tmp_path, "normal"), tmp_path)
+    assert status == 0
+    lines = output.splitlines()
+    assert (
+        lines[0].startswith("fake: reinforce_tis on qwen3_moe with 1.8 M parameters")
+        and "3 steps of 16 x 8" in lines[0]
+    )
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/3", "step 2/3", "step 3/3"]
+    step = next(line for line in lines if line.startswith("step 2/3"))
+    for part in ("reward +0.00", "accuracy 50.0%", "k3 2.0e-05", "200 tokens/s", "left"):
+        assert part in step
+    assert "consistency check, step 0: pass" in output and "loading model" in output
+    assert lines[-1].startswith("done: 3 steps in") and "40.0 % -> 62.0 %" in lines[-1]
+    assert summary["status"] == "done" and summary["steps"] == 3 and summary["gates"] == {"pass": 1, "fail": 0}
+    assert (summary["initial_accuracy"], summary["final_accuracy"], summary["best_accuracy"]) == (0.4, 0.62, 0.62)
+    assert summary["kl_k3_max"] == pytest.approx(3e-5) and summary["is_ratio_min"] == 0.9
+    assert len(read_jsonl(run_dir / "metrics.jsonl")) == 3
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["recipe"]["trainer"]["steps"] == 3 and config["environment"]["packages"]["verl"]
+    assert config["environment"]["devices"] and "commit" in config["environment"]["git"]
+
+
+def test_self_made_stop_shows_its_reason_and_no_foreign_log(tmp_path):
+    status, output, _, summary = finish(start(tmp_path, "gate"), tmp_path)
+    assert status == 1 and summary["status"] == "failed" and summary["gates"]["fail"] == 1
+    assert "failed: consistency check failed at step 0" in output and "experts.0 differs" in output
+    assert "fake trainer begins" not in output
+
+
+def test_crash_shows_the_engine_error_and_the_logs(tmp_path):
+    status, output, run_dir, summary = finish(start(tmp_path, "raises"), tmp_path)
+    assert status == 1 and summary["status"] == "failed"
+    assert "failed: the trainer process ended with status 1 during 'starting ray'" in output
+    assert "ValueError: shard 3 does not fit" in output and "RuntimeError" not in output
+    assert str(run_dir / "logs") in output
+
+
+@pytest.mark.parametrize(("behaviour", "part"), [("silent", "ended early, during 'step 3'"), ("killed", "SIGKILL")])
+def test_ends_without_a_word(tmp_path, behaviour, part):
+    status, output, _, summary = finish(start(tmp_path, behaviour), tmp_path)
+    assert status == 1 and summary["status"] == "failed" and part in summary["reason"] and part in output
+
+
+def test_hang_names_the_stage_and_dumps_stacks(tmp_path):
+    process = start(tmp_path, "hangs", LOCKSTEP_STALL_MINUTES="0.025")
+    status, output, run_dir, _ = finish(process, tmp_path)
+    assert status == 1
+    assert "'starting engine' may hang" in output and "failed: 'starting engine' hangs" in output
+    (stacks,) = (run_dir / "logs").glob("stacks-*.txt")
+    assert "fake_trainer.py" in stacks.read_text()
+
+
+def test_helpers_that_outlive_the_trainer_are_ended(tmp_path):
+    status, _, run_dir, summary = finish(start(tmp_path, "leaves"), tmp_path)
+    assert status == 0 and summary["status"] == "done"
+    assert (run_dir / "logs" / "ray" / "worker-1.err").read_text() == "ray's own log\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopping_leaves_nothing_and_keeps_what_was_written(tmp_path, number, status):
+    foreign = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = start(tmp_path, "long")
+    wait_for(lambda: (tmp_path / "runs" / "latest" / "metrics.jsonl").exists())
+    time.sleep(0.5)
+    process.send_signal(number)
+    found, output, run_dir, summary = finish(process, tmp_path)
+    assert found == status and summary["status"] == "stopped" and summary["steps"] == 2
+    assert "stopping" in output and len(read_jsonl(run_dir / "metrics.jsonl")) == 2
+    assert foreign.poll() is None  # not ours
+    foreign.kill()
+    foreign.wait()
+
+
+def test_kill_of_the_front_end_ends_the_trainer(tmp_path):
+    process = start(tmp_path, "hangs")
+    wait_for(lambda: (tmp_path / "runs" / "latest" / "events.jsonl").exists())
+    run_id = json.loads((tmp_path / "runs" / "latest" / "config.json").read_text())["run_id"]
+    process.kill()
+    process.communicate()
+    wait_for(lambda: RunProcesses(run_id, Path("/nowhere")).alive() == [])
+    Path(f"/tmp/lockstep-{run_id}").rmdir()  # the one thing that kill -9 leaves
+
+
+def wait_for(condition, seconds: float = 20) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_foreign_shared_memory_stays(tmp_path):
+    segment = Path("/dev/shm") / f"lockstep-test-{os.getpid()}"
+    segment.write_bytes(b"x")
+    processes = RunProcesses("0" * 8, tmp_path / "ray")
+    processes._segments.add((segment.name, segment.stat().st_ino + 1))  # an older file of this name
+    assert processes.clean() == []
+    processes._segments.add((segment.name, segment.stat().st_ino))
+    with segment.open("rb"):  # in use by a living process
+        assert processes.clean() == []
+    assert processes.clean() == [str(segment)]
+
+
+def test_run_folders_never_collide(tmp_path):
+    recipe = load_recipe("tiny_math", [f"run.root={tmp_path / 'runs'}"])
+    folders = [make_run(recipe)[0] for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert (tmp_path / "runs" / "latest").resolve() == folders[-1]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.root"):
+        make_run(load_recipe("tiny_math", [f"run.root={tmp_path / 'file' / 'runs'}"]))
+
+
+def test_resume_finds_the_newest_state(tmp_path):
+    def resume(value):
+        return find_resume(load_recipe("tiny_math", [f"run.root={tmp_path}", f"trainer.resume={value}"]))
+
+    assert resume("") is None and resume("auto") is None
+    for age, name in ((20, "tiny_math-1"), (10, "tiny_math-2"), (0, "other-1")):
+        (tmp_path / name / "checkpoints" / "step-1").mkdir(parents=True)
+        os.utime(tmp_path / name / "checkpoints", (time.time() - age,) * 2)
+    assert resume("auto") == tmp_path / "tiny_math-2"
+    with pytest.raises(ConfigError, match=r"trainer\.resume"):
+        resume(str(tmp_path / "none"))
+
+
+def test_events_are_read_as_they_are_written(tmp_path):
+    follower = JsonlFollower(tmp_path / "events.jsonl")
+    assert follower.read() == []
+    log = EventLog(tmp_path)
+    log.stage("a")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "no')
+        file.flush()
+        assert [event["event"] for event in follower.read()] == ["stage"]
+        file.write('te", "text": "b"}\n')
+    assert [event["event"] for event in follower.read()] == ["note"]
+    log.step(1, 2, {"reward": float("nan"), "loss": 0.5})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": None, "loss": 0.5}]
+    with pytest.raises(KeyError, match="rewrd"):
+        log.step(2, 2, {"rewrd": 1.0})
+    with pytest.raises(ValueError, match="verdict"):
+        log.gate(0, "ok", [], "")
+
+
+def test_summary_of_a_run_that_did_nothing():
+    summary = summarize([], [], "failed", 10.0, 12.5, reason="x")
+    assert summary["steps"] == 0 and summary["wall_s"] == 2.5 and summary["final_accuracy"] is None
+
+
+def test_startup_ends_where_the_first_step_begins():
+    events = [{"event": "stage", "name": "a", "t": 101.0}, {"event": "step", "step": 1, "t": 150.0, "time_step": 5.0}]
+    assert summarize(events, [{"step": 1, "time_step": 5.0}], "done", 100.0, 151.0)["startup_s"] == 45.0
+
+
+def test_the_cause_comes_before_its_echo(tmp_path):
+    trace = "Traceback (most recent call last):\n  File 'x', line 1, in f\n    g()\n"
+    (tmp_path / "trainer.log").write_text(f"{trace}ray.exceptions.ActorDiedError: the actor died\n")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "worker-1.err").write_text(f"\x1b[31m{trace}\x1b[0mtorch.OutOfMemoryError: no memory\nmore\n")
+    path, lines = log_excerpt(tmp_path)
+    assert path.name == "worker-1.err" and lines[-1] == "torch.OutOfMemoryError: no memory" and len(lines) == 4
+    assert last_traceback(["no", "trouble"]) == []
