@@ -64,3 +64,21 @@ def decode_reference(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
         data = data.view(torch.float8_e4m3fn)
     values = data.to(torch.float32).view(*scale.shape, BLOCK)
     return values.mul_(decode_e8m0(scale).unsqueeze(-1)).view(data.shape).to(dtype)
+
+
+def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`encode_reference`, in one Triton kernel for a tensor on a GPU: the same bits."""
+    if weight.device.type == "cuda":
+        from kernels import triton_formats
+
+        return triton_formats.mxfp8_encode(weight)
+    return encode_reference(weight)
+
+
+def decode(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`decode_reference`, in one Triton kernel for tensors on a GPU: the same bits."""
+    if data.device.type == "cuda":
+        from kernels import triton_formats
+
+        return triton_formats.mxfp8_decode(data, scale, dtype)
+    return decode_reference(data, scale, dtype)

@@ -111,3 +111,26 @@ def decode_reference(
     values = pairs.view(torch.float32).view(*scale.shape, BLOCK)
     values *= factor.unsqueeze(-1)
     return values.view(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)
+
+
+def encode(weight: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`encode_reference`, in one Triton kernel for a tensor on a GPU: the same bits."""
+    if weight.device.type == "cuda":
+        from kernels import triton_formats
+
+        return triton_formats.nvfp4_encode(weight, global_scale)
+    return encode_reference(weight, global_scale)
+
+
+def decode(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`decode_reference`, in one Triton kernel for tensors on a GPU: the same bits."""
+    if packed.device.type == "cuda":
+        from kernels import triton_formats
+
+        return triton_formats.nvfp4_decode(packed, scale, global_scale, dtype)
+    return decode_reference(packed, scale, global_scale, dtype)

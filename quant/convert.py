@@ -255,7 +255,7 @@ def _claimed(target: Path, plan: Plan):
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: it exists and is not a folder")
     if not marker.exists():
-        if target.exists() and any(target.iterdir()):
+        if target.exists() and any(file.name != f"{MARKER}.partial" for file in target.iterdir()):
             raise CheckpointError(f"{target}: it exists and is not empty; nothing is overwritten, choose another DST")
         target.mkdir(parents=True, exist_ok=True)
         write_json(marker, fingerprint)

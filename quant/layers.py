@@ -217,7 +217,7 @@ class QuantExperts(nn.Module):
             output = output.float() * weight
         if routes.offsets[-1] < output.shape[0]:
             output = output.masked_fill((routes.experts >= self.num_experts).unsqueeze(-1), 0.0)
-        return output[routes.inverse].view(*top_k_weights.shape, -1).sum(1).to(dtype)
+        return output[routes.inverse].view(*top_k_weights.shape, self.hidden_dim).sum(1).to(dtype)
 
     def forward(
         self,

@@ -58,11 +58,11 @@ def decode_weight(
     `packed`: MXFP8's (data, scale) bytes or NVFP4's (packed, scale, global) bytes.
     """
     if len(packed) == 2:
-        return mxfp8.decode_reference(*packed, dtype), None
+        return mxfp8.decode(*packed, dtype), None
     values, scale, global_bytes = packed
     factor = as_float(global_bytes).reshape(values.shape[:-2])
     in_weight = factor if backend == "emulation" else None
-    weight = nvfp4.decode_reference(values, scale.view(torch.float8_e4m3fn), in_weight, dtype)
+    weight = nvfp4.decode(values, scale.view(torch.float8_e4m3fn), in_weight, dtype)
     return weight, None if backend == "emulation" else factor
 
 
@@ -99,7 +99,8 @@ def frozen_linear(
     `input_scale`: uint8 [1, 4], the NVFP4 activations' float32 multiplier, or None for weight-only.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _FrozenLinear.apply(flat, backend, input_scale, *packed).view(*hidden.shape[:-1], -1)
+    output = _FrozenLinear.apply(flat, backend, input_scale, *packed)
+    return output.view(*hidden.shape[:-1], packed[0].shape[0])
 
 
 class _FrozenGroupedLinear(torch.autograd.Function):

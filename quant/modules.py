@@ -45,7 +45,7 @@ def swap_modules(
     `packed_state`: names and values as `quant.reader.packed_items` yields them; names of the file's layout are renamed
     by transformers' own conversion mapping where the model has one. In place; every filled parameter is frozen. Raises
     CheckpointError naming the first tensor that the model has no place for, that fits it not, or that is missing, and a
-    module that is packed in part. Plain tensors take the dtype of the parameter they fill.
+    module that is packed in part. Plain parameters take the dtype of the one they fill, buffers keep the stored one.
     """
     rename = _renamer(model)
     expected = {name for name, _ in _named_tensors(model)}
@@ -121,10 +121,10 @@ def _fill(model: nn.Module, name: str, value: torch.Tensor) -> None:
     old = getattr(module, leaf)
     if old.shape != value.shape:
         raise CheckpointError(f"tensor {name} is {list(value.shape)} in the checkpoint, {list(old.shape)} in the model")
-    value = value.to(old.dtype) if value.is_floating_point() else value
     if isinstance(module, QuantLinear) or isinstance(old, nn.Parameter):
+        value = value.to(old.dtype) if value.is_floating_point() else value
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-    else:
+    else:  # a buffer such as a router's float32 selection bias: rounding it would move tokens to other experts
         module.register_buffer(leaf, value)
 
 

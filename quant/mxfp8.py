@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.mxfp8 import BLOCK, decode_reference, encode_reference
+from kernels.mxfp8 import BLOCK, decode, encode
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MXFP8Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Decode to `dtype` [..., N, K]: dtype(float32(data) * 2^(scale - 127)); exact in bfloat16's normal range."""
-        return decode_reference(self.data, self.scale, dtype)
+        return decode(self.data, self.scale, dtype)
 
 
 def quantize(weight: torch.Tensor) -> MXFP8Tensor:
@@ -36,7 +36,7 @@ def quantize(weight: torch.Tensor) -> MXFP8Tensor:
     zero keeps its sign. Values that underflow under their block's scale become (signed) zero.
     """
     check_weight(weight, BLOCK, "MXFP8")
-    data, scale = encode_reference(weight)
+    data, scale = encode(weight)
     bad = int((scale == 255).sum())
     if bad:
         raise ValueError(f"MXFP8 cannot encode NaN or Inf: {bad} of {scale.numel()} blocks hold one")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.mxfp8 import ceil_log2
-from kernels.nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX, decode_reference, encode_reference
+from kernels.nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX, decode, encode
 from quant.mxfp8 import check_weight
 
 MIN_GLOBAL_EXPONENT = -116
@@ -46,7 +46,7 @@ class NVFP4Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Decode to `dtype` [..., N, K]: dtype(code * (scale * global_scale)) in float32, vLLM's emulation order."""
-        return decode_reference(self.packed, self.scale, self.global_scale, dtype)
+        return decode(self.packed, self.scale, self.global_scale, dtype)
 
 
 def choose_global_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -90,5 +90,5 @@ def quantize(weight: torch.Tensor, global_scale: torch.Tensor | float | None = N
         global_scale = global_scale.reshape(-1).expand(amax.numel()).reshape(amax.shape).contiguous()
         if not bool(((global_scale >= 2.0**MIN_GLOBAL_EXPONENT) & (global_scale <= 2.0**118)).all()):
             raise ValueError(f"NVFP4 global_scale must lie in 2^-116..2^118; got {global_scale.tolist()}")
-    packed, scale = encode_reference(weight, global_scale)
+    packed, scale = encode(weight, global_scale)
     return NVFP4Tensor(packed, scale, global_scale)

@@ -23,11 +23,12 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "recipe_keys",
+    "run_root",
     "with_absolute_paths",
 ]
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-PATH_KEYS = ("model.path", "model.adapter", "data.train", "data.val", "run.root")
+INPUT_PATHS = ("model.path", "model.adapter", "data.train", "data.val")
 
 
 class ConfigError(ValueError):
@@ -106,7 +107,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
 
 def find_path(value: str | Path) -> Path:
-    """Absolute form of a path in a recipe: relative to the working directory, or else to the repository."""
+    """Absolute form of an input path in a recipe: relative to the working directory, or else to the repository."""
     path = Path(value).expanduser()
     if path.is_absolute() or path.exists():
         return path.absolute()
@@ -114,13 +115,19 @@ def find_path(value: str | Path) -> Path:
     return in_repo if in_repo.exists() else path.absolute()
 
 
+def run_root(recipe: Recipe) -> Path:
+    """Absolute folder of the runs: below the working directory, for it is written to and not looked for."""
+    return Path(recipe.run.root).expanduser().absolute()
+
+
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The same recipe with every path absolute, so that a process with another working directory can use it."""
     raw = recipe.model_dump()
-    for dotted in PATH_KEYS:
+    for dotted in INPUT_PATHS:
         section, key = dotted.split(".")
         if raw[section][key] is not None:
             raw[section][key] = str(find_path(raw[section][key]))
+    raw["run"]["root"] = str(run_root(recipe))
     return Recipe.model_validate(raw)
 
 

@@ -1,12 +1,239 @@
-"""Rows of math problems (stub; extended below)."""
+"""Data sets of math problems: rows in the schema of DAPO-Math-17K, their check, and their preparation for verl.
+
+A row is::
+
+    {"data_source": str,                                         # names the data set, and so the verifier
+     "prompt": [{"role": str, "content": str}, ...],             # a chat; the last message asks for "Answer: ..."
+     "ability": str,
+     "reward_model": {"ground_truth": str, "style": str},        # the gold answer as text
+     "extra_info": {"index": int or str, ...}}
+
+No torch here: a bad data set is refused before anything heavy is imported.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.reward import as_integer
 
 DAPO_PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
     "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
+_ASKS_FOR_ANSWER_LINE = ("of the form Answer:", 'after "Answer:"')
+
+_MESSAGE_FIELDS = ("role", "content")
+_READERS = (".parquet", ".jsonl")
+
+
+class DataError(ValueError):
+    """A data set that cannot be trained on; the message is one line: file, row, field, remedy."""
 
 
 def dapo_prompt(problem: str) -> str:
-    """The problem in the prompt form that DAPO-Math-17K was published with: the last line must be ``Answer: $Answer``."""
+    """The problem in the form DAPO-Math-17K was published with: the last line must be ``Answer: $Answer``."""
     return f"{DAPO_PREFIX}{problem}{DAPO_SUFFIX}"
+
+
+def asks_for_answer_line(prompt: str) -> bool:
+    """Whether a prompt already tells the model to end with ``Answer: ...``, the only form ``rl.reward`` reads."""
+    return any(marker in prompt for marker in _ASKS_FOR_ANSWER_LINE)
+
+
+def load_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a .parquet or .jsonl file as plain dicts, unchecked (see ``validate_rows``).
+
+    Raises:
+        DataError: no such file, another suffix, or a file that cannot be read.
+    """
+    path = Path(path)
+    if path.suffix not in _READERS:
+        raise DataError(f"{path}: a data set is a {' or '.join(_READERS)} file; convert it first")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; check the path, or prepare the data set first")
+    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as failure:
+        reason = str(failure).splitlines()[0]
+        raise DataError(f"{path}: not a readable parquet file ({reason}); write or download it again") from failure
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as failure:
+                raise DataError(f"{path}: line {number} is not JSON ({failure.msg}); one object a line") from failure
+            rows.append(row)
+    return rows
+
+
+def validate_rows(rows: Sequence[Any], path: str | Path) -> None:
+    """Checks every row against the schema above; ``path`` is only named in the message.
+
+    Raises:
+        DataError: the data set is empty, or a field is missing, empty or of the wrong type.
+    """
+    if not rows:
+        raise DataError(f"{path}: no rows; training needs at least one")
+    for index, row in enumerate(rows):
+        fault = _fault(row)
+        if fault:
+            raise DataError(f"{path}: row {index}: {fault}")
+
+
+def _fault(row: Any) -> str | None:
+    """What is wrong with one row and what to do about it, or None."""
+    if not isinstance(row, dict):
+        return f"is {type(row).__name__}, expected an object with prompt and reward_model"
+    reward_model = row.get("reward_model")
+    checks = [
+        _text_fault(row, "data_source", "", "name the data set, for example math_dapo"),
+        _prompt_fault(row.get("prompt")),
+        _type_fault(reward_model, dict, "reward_model", 'give {"ground_truth": "...", "style": "rule"}'),
+    ]
+    if isinstance(reward_model, dict):
+        checks.append(_text_fault(reward_model, "ground_truth", "reward_model.", "add the gold answer or drop the row"))
+    if row.get("extra_info") is not None:
+        checks.append(_type_fault(row["extra_info"], dict, "extra_info", 'give {"index": ...} or leave it out'))
+    return next((fault for fault in checks if fault), None)
+
+
+def _type_fault(value: Any, expected: type, name: str, remedy: str) -> str | None:
+    if value is None:
+        return f"{name} is missing; {remedy}"
+    if not isinstance(value, expected):
+        return f"{name} is {type(value).__name__} {_short(value)}, expected {expected.__name__}; {remedy}"
+    return None
+
+
+def _text_fault(parent: dict, key: str, prefix: str, remedy: str) -> str | None:
+    value = parent.get(key)
+    fault = _type_fault(value, str, prefix + key, remedy)
+    if fault is None and not value.strip():
+        return f"{prefix}{key} is empty; {remedy}"
+    return fault
+
+
+def _prompt_fault(prompt: Any) -> str | None:
+    remedy = 'give a list such as [{"role": "user", "content": "..."}]'
+    fault = _type_fault(prompt, list, "prompt", remedy)
+    if fault is None and not prompt:
+        return f"prompt is empty; {remedy}"
+    if fault:
+        return fault
+    for place, message in enumerate(prompt):
+        fault = _type_fault(message, dict, f"prompt[{place}]", remedy)
+        for field in _MESSAGE_FIELDS:
+            fault = fault or _text_fault(message, field, f"prompt[{place}].", remedy)
+        if fault:
+            return fault
+    if prompt[-1]["role"] != "user":
+        return f"prompt ends with role {prompt[-1]['role']!r}, expected user; {remedy}"
+    return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What ``prepare`` did, in rows."""
+
+    read: int
+    written: int
+    duplicates: int
+    """Rows dropped because an earlier row has the same prompt and the same answer."""
+    contradicting: int
+    """Rows dropped because another row has the same prompt and another answer."""
+    instruction_added: int
+    """Written rows whose prompt did not ask for the ``Answer:`` line."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.read} rows read, {self.written} written; dropped {self.duplicates} duplicates and "
+            f"{self.contradicting} with contradicting answers; Answer: instruction added to {self.instruction_added}"
+        )
+
+
+def prepare(path_in: str | Path, path_out: str | Path) -> PrepareReport:
+    """Makes a parquet file that verl and ``rl.reward`` can use as it is.
+
+    Adds DAPO's ``Answer:`` instruction to prompts without it, keeps one of several identical problems, and drops every
+    row of a problem whose answers contradict each other. The order is kept.
+
+    Raises:
+        DataError: ``path_in`` cannot be read or breaks the schema, ``path_out`` is no .parquet, or nothing is left.
+    """
+    if Path(path_out).suffix != ".parquet":
+        raise DataError(f"{path_out}: the prepared file is parquet; name it .parquet")
+    rows = load_rows(path_in)
+    validate_rows(rows, path_in)
+    original = [_messages(row) for row in rows]
+    prompts = [_with_answer_line(messages) for messages in original]
+    answers = defaultdict(set)
+    for row, prompt in zip(rows, prompts, strict=True):
+        answers[prompt].add(_canonical(row["reward_model"]["ground_truth"]))
+    kept: dict[tuple, dict[str, Any]] = {}
+    added = contradicting = 0
+    for row, before, prompt in zip(rows, original, prompts, strict=True):
+        if len(answers[prompt]) > 1:
+            contradicting += 1
+        elif prompt not in kept:
+            added += before != prompt
+            kept[prompt] = {**row, "prompt": [dict(zip(_MESSAGE_FIELDS, message, strict=True)) for message in prompt]}
+    if not kept:
+        raise DataError(f"{path_in}: every problem has contradicting answers; correct reward_model.ground_truth")
+    write_rows(kept.values(), path_out)
+    duplicates = len(rows) - contradicting - len(kept)
+    return PrepareReport(len(rows), len(kept), duplicates, contradicting, added)
+
+
+def _messages(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in row["prompt"])
+
+
+def _with_answer_line(messages: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    if any(asks_for_answer_line(content) for _, content in messages):
+        return messages
+    role, content = messages[-1]
+    return (*messages[:-1], (role, dapo_prompt(content)))
+
+
+def _canonical(answer: str) -> str:
+    """The form in which two answers are compared, so that "025" does not contradict "25"."""
+    return as_integer(answer) or answer.strip()
+
+
+def write_rows(rows: Iterable[dict[str, Any]], path: str | Path) -> None:
+    """Writes rows as parquet; the file appears whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        pq.write_table(pa.Table.from_pylist(list(rows)), partial, compression="zstd")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

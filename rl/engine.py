@@ -10,8 +10,8 @@ import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl import lora, modeling, replay, stats
+from rl.probe import TrainerProbe
 from rl.settings import EngineSettings
-from rollout.fingerprint import digest, digests
 from rollout.patching import patch_target
 
 EngineRegistry = patch_target("verl.workers.engine.base:EngineRegistry")
@@ -37,6 +37,7 @@ class LockstepEngine(FSDPEngineWithLMHead):
             lora.load_peft(self.trainer_model.model, Path(self.settings.adapter))
         if self.model_config.enable_gradient_checkpointing:
             self.trainer_model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.probe = TrainerProbe(self.trainer_model)
         return self.trainer_model.model
 
     def _build_lora_module(self, module):
@@ -82,16 +83,6 @@ class LockstepEngine(FSDPEngineWithLMHead):
             raise RuntimeError("the base is never sent to the engine: set rollout.load_format=safetensors")
         wire = lora.wire_tensors(self.adapter_tensors())
         return iter(wire.items()), lora.wire_config(self.trainer_model.spec, self.trainer_model.adapted)
-
-    def adapter_digests(self) -> dict[str, dict]:
-        """SHA-256 of every adapter tensor as the engine must hold it (collective)."""
-        return digests(self.adapter_tensors())
-
-    def base_digests(self) -> dict[str, dict]:
-        """SHA-256 and bytes of every base tensor (collective)."""
-        from rl.fingerprint import base_tensors
-
-        return {name: digest(tensor) for name, tensor in base_tensors(self.trainer_model.model)}
 
     def save_adapter(self, folder: str) -> None:
         """Write the adapter in PEFT's format (collective; rank 0 writes)."""

@@ -95,7 +95,8 @@ def gpu_count() -> int:
     """CUDA devices that this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = _output(["nvidia-smi", "--list-gpus"])
-    present = len(listed.splitlines()) if listed else 0
+    # Slim containers have the devices and not the tool.
+    present = len(listed.splitlines()) if listed else len(list(Path("/dev").glob("nvidia[0-9]*")))
     if visible is None:
         return present
     return min(present, len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]))

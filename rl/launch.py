@@ -19,7 +19,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl.config import OBJECTIVES, REPO_ROOT, ConfigError, Recipe, dump_yaml, find_path, load_recipe, with_absolute_paths
+from rl.config import (
+    OBJECTIVES,
+    REPO_ROOT,
+    ConfigError,
+    Recipe,
+    dump_yaml,
+    find_path,
+    load_recipe,
+    run_root,
+    with_absolute_paths,
+)
 from rl.environment import describe
 from rl.events import STACKS_PREFIX, JsonlFollower, read_jsonl
 from rl.failure import log_excerpt
@@ -99,14 +109,14 @@ def find_resume(recipe: Recipe) -> Path | None:
                 f"trainer.resume = {wanted!r}: no run folder there (config.json); use auto or a run folder"
             )
         return folder
-    root = find_path(recipe.run.root)
+    root = run_root(recipe)
     runs = [path.parent for path in root.glob(f"{recipe.name}-*/checkpoints") if any(path.iterdir())]
     return max(runs, key=lambda path: (path / "checkpoints").stat().st_mtime, default=None)
 
 
 def make_run(recipe: Recipe) -> tuple[Path, str]:
     """Create the run folder and the link `latest`; returns it with the run's id."""
-    root = find_path(recipe.run.root)
+    root = run_root(recipe)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     try:
         for attempt in range(1, 100):
@@ -280,7 +290,8 @@ class Run:
 
     def _show_log(self) -> None:
         path, lines = log_excerpt(self.run_dir / "logs", only_errors=self.explained)
-        if path is not None and lines:
+        known = self.explained and lines and lines[-1].partition(": ")[2] in (self.reason or "")
+        if path is not None and lines and not known:  # else the reason says the same, and better
             self.progress.line(f"  {_relative(path)}:")
             for line in lines:
                 self.progress.line(f"    {line[:300]}")

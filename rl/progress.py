@@ -2,12 +2,38 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 _SIGN_OF_LIFE_S = 30
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class _Steady:
+    """A stream that stays quiet once its reader is gone: a closed terminal must not keep a run from being ended."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._gone = False
+        self.encoding = getattr(stream, "encoding", "utf-8")
+        self.fileno = stream.fileno  # tqdm asks the terminal for its width
+        self.isatty = stream.isatty
+
+    def write(self, text: str) -> None:
+        self._try(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError:  # a broken pipe, or a terminal that was closed
+            self._gone = True
 
 
 class Progress:
@@ -19,7 +45,7 @@ class Progress:
 
     def __init__(self, steps: int, stream: TextIO | None = None):
         self._steps = steps
-        self._stream = stream or sys.stdout
+        self._stream = _Steady(stream or sys.stdout)
         self._tty = self._stream.isatty()
         self._bar: tqdm | None = None
         self._stage = "starting the trainer process"
@@ -43,8 +69,10 @@ class Progress:
             when = f"after {count(event['step'], 'step')}" if event["step"] else "before training"
             self.line(f"  held-out accuracy {percent(event['accuracy'])} {when}")
         elif kind == "gate":
-            self.line(f"  consistency check, step {event['step']}: {event['verdict']}  {event['summary']}".rstrip())
-            for reason in event["reasons"]:
+            self.line(
+                f"  consistency check, step {event['step']}: {event['verdict']}  {event.get('summary', '')}".rstrip()
+            )
+            for reason in event.get("reasons", []):
                 self.line(f"    {reason}")
         elif kind == "note":
             self.line(f"  {event['text']}")

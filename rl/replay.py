@@ -30,19 +30,24 @@ class LayerCount:
 
 @dataclass
 class RoutingReplay:
-    """`ids` int64 [T, L, K] or None (every router decides itself); `enabled` False measures agreement, replays nothing."""
+    """`ids` int64 [T, L, K] or None (every router decides itself); `enabled` False measures agreement, replays nothing.
+
+    `recording`, when a dict, takes the ids that each layer used in the last forward.
+    """
 
     enabled: bool = True
     ids: torch.Tensor | None = None
     counts: dict[int, LayerCount] = field(default_factory=dict)
-    recording: list[torch.Tensor] | None = None
+    recording: dict[int, torch.Tensor] | None = None
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Ids [T, K] that the router of `layer` must use, given its own choice `own` [T, K]."""
+        used = own if self.ids is None else self._replayed(layer, own)
         if self.recording is not None:
-            self.recording.append(own.detach())
-        if self.ids is None:
-            return own
+            self.recording[layer] = used.detach()
+        return used
+
+    def _replayed(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         ids = self.ids[:, layer]
         if ids.shape != own.shape:
             raise ReplayError(f"layer {layer}: {tuple(ids.shape)} replayed ids for {tuple(own.shape)} routed rows")

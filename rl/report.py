@@ -129,10 +129,10 @@ def _gates(events: list[dict], consistency: dict) -> str:
         lines.append("<table><tr><th>step</th><th>verdict</th><th>numbers</th><th>reasons</th></tr>")
         for gate in gates:
             verdict = html.escape(gate["verdict"])
-            reasons = html.escape("; ".join(gate["reasons"]))
+            reasons = html.escape("; ".join(gate.get("reasons", [])))
             lines.append(
                 f"<tr><td>{gate['step']}</td><td><span class='badge {verdict}'>{verdict}</span></td>"
-                f"<td>{html.escape(gate['summary'])}</td><td>{reasons}</td></tr>"
+                f"<td>{html.escape(gate.get('summary', ''))}</td><td>{reasons}</td></tr>"
             )
         lines.append("</table>")
     return f"<section>{''.join(lines)}</section>"

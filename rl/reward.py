@@ -1,18 +1,230 @@
-"""stub"""
+"""Rule-based reward for math answers: +1.0 when the last ``Answer: X`` line names the gold answer, else -1.0.
+
+The rule is DAPO's (the prompt of ``rl.data.dapo_prompt`` asks for that line; the two are tested against each other).
+Integers are compared exactly, as integers of any size. Any other answer goes to math-verify, gold first (its ``verify``
+is not symmetric), in one worker process that is started when first needed and killed when an answer takes too long:
+no signals, so any thread may call, and one pathological answer cannot hang or slow a run.
+
+A failure to judge is not a wrong answer: it is named in ``Reward.error``, so that a run can count it.
+"""
+
+import atexit
+import os
 import re
+import subprocess
+import sys
+import threading
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+TIMEOUT_S = 5.0
+"""Wall-clock limit of one comparison by math-verify; the worker is killed when it is over."""
+STARTUP_S = 120.0
+"""Limit of the worker's start, which imports sympy; counted apart, so that a loaded machine makes no answer wrong."""
+MAX_ANSWER_CHARS = 512
+"""A longer answer is judged wrong unread: no gold answer is that long, and sympy's parser is superlinear."""
+
+_ANSWER_LINE = re.compile(r"answer\**\s*:\s*(\S[^\n]*)", re.IGNORECASE)
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\n]{1,40}\|>|</s>|<eos>|<end_of_turn>|<pad>")
+_INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.0+)?", re.ASCII)
+_WRAPPERS = (
+    re.compile(r"\$\$(.+)\$\$"),
+    re.compile(r"\$(.+)\$"),
+    re.compile(r"\\\((.+)\\\)"),
+    re.compile(r"\\\[(.+)\\\]"),
+    re.compile(r"\*\*(.+)\*\*"),
+    re.compile(r"\\(?:boxed|fbox|text|mathrm|mathbf)\s*\{(.*)\}"),
+    re.compile(r"\{(.*)\}"),
+    re.compile(r"[\"'`](.+)[\"'`]"),
+)
 
 
 @dataclass(frozen=True)
 class Reward:
+    """The judgement of one response.
+
+    Attributes:
+        score: +1.0 or -1.0, the reward.
+        correct: whether the answer equals the gold answer.
+        answer: the answer as read from the response, unwrapped; None when there is no ``Answer:`` line.
+        error: None, or why the answer could not be judged ("timeout", "worker died", ...); the score is then -1.0.
+    """
+
     score: float
     correct: bool
     answer: str | None
-    error: str | None
+    error: str | None = None
 
 
-def score(response, gold):
-    m = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response.replace("<|im_end|>", ""))
-    a = m[-1].strip() if m else None
-    c = a is not None and a == gold
-    return Reward(1.0 if c else -1.0, c, a, None)
+def extract_answer(response: str) -> str | None:
+    """The text after the last ``Answer:`` of ``response``, without special tokens, wrappers and closing period."""
+    found = _ANSWER_LINE.findall(_SPECIAL_TOKEN.sub("", response))
+    return _unwrap(found[-1]) if found else None
+
+
+def _unwrap(text: str) -> str:
+    """Strips, as often as any applies: blanks, a closing period, math delimiters, bold, \\boxed{}, quotes."""
+    while True:
+        before = text
+        text = text.strip().removesuffix(".").strip()
+        if text.count("**") == 1:  # "**Answer: 42**": the opening pair stands before "Answer"
+            text = text.removesuffix("**").removeprefix("**")
+        for wrapper in _WRAPPERS:
+            match = wrapper.fullmatch(text)
+            if match and _balanced(match.group(1)):
+                text = match.group(1)
+        if text == before:
+            return text
+
+
+def _balanced(text: str) -> bool:
+    """Whether braces pair up inside ``text``, so that "{1}{2}" is not read as one group."""
+    depth = 0
+    for char in text:
+        depth += (char == "{") - (char == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def as_integer(text: str) -> str | None:
+    """The canonical digits of an integer ("-0" is "0", "025" is "25", "1,200.0" is "1200"), or None for anything else.
+
+    Digits, not an int: Python refuses to convert strings of more than 4300 digits.
+    """
+    compact = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\u2212", "-").strip()
+    if not _INTEGER.fullmatch(compact):
+        return None
+    digits = compact.partition(".")[0].replace(",", "").lstrip("+-").lstrip("0") or "0"
+    return f"-{digits}" if compact.startswith("-") and digits != "0" else digits
+
+
+def score(response: str, gold: str, timeout_s: float = TIMEOUT_S) -> Reward:
+    """Judges one response against the gold answer; callable from any thread.
+
+    Args:
+        response: the whole text that the model wrote, with or without special tokens.
+        gold: the gold answer, an integer or LaTeX.
+        timeout_s: limit for one comparison that needs math-verify, seconds.
+
+    Raises:
+        ValueError: ``gold`` is empty; a data set is checked for that before training (``rl.data.validate_rows``).
+    """
+    expected = _unwrap(str(gold))
+    if not expected:
+        raise ValueError("the gold answer is empty: check the data set with rl.data.validate_rows")
+    answer = extract_answer(response)
+    if not answer or len(answer) > MAX_ANSWER_CHARS:
+        return Reward(-1.0, False, answer)
+    if answer == expected:
+        return Reward(1.0, True, answer)
+    gold_integer, integer = as_integer(expected), as_integer(answer)
+    if gold_integer is not None and integer is not None:
+        correct = gold_integer == integer
+        return Reward(1.0 if correct else -1.0, correct, answer)
+    correct, error = _verifier.verify(expected, answer, timeout_s)
+    return Reward(1.0 if correct else -1.0, correct, answer, error)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **_) -> dict:
+    """verl's ``custom_reward_function``: {"score": +-1.0, "acc": 0.0 or 1.0, "pred": str, "error": str}.
+
+    Every value is a plain str or float, since verl gathers them in arrays; "" stands for no answer and for no error.
+    """
+    reward = score(solution_str, ground_truth)
+    return {
+        "score": reward.score,
+        "acc": float(reward.correct),
+        "pred": reward.answer or "",
+        "error": reward.error or "",
+    }
+
+
+class _Verifier:
+    """math-verify in one worker process, started lazily, killed and replaced when it hangs or dies.
+
+    The worker is a plain child, not a ``multiprocessing`` process: those are refused inside daemonic processes, and
+    their start re-imports the caller's main module.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
+
+    def verify(self, gold: str, answer: str, timeout_s: float) -> tuple[bool, str | None]:
+        """(equal, error); on any error ``equal`` is False and the next call gets a fresh worker."""
+        with self._lock:
+            try:
+                self._start()
+                self._connection.send((gold, answer))
+                if not self._connection.poll(timeout_s):
+                    self._stop()
+                    return False, "timeout"
+                return self._connection.recv()
+            except (EOFError, OSError) as failure:
+                self._stop()
+                return False, f"worker died: {type(failure).__name__}"
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, None while there is none."""
+        return self._process.pid if self._process else None
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._stop()
+        ours, theirs = Pipe()
+        command = [sys.executable, "-c", _WORKER, str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._connection = ours
+        if not ours.poll(STARTUP_S):
+            raise TimeoutError(f"math-verify did not start in {STARTUP_S:.0f} s")
+        ours.recv()  # "ready"
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._connection.close()
+        self._process = self._connection = None
+
+
+# math-verify's own time limits use SIGALRM and are switched off; what it raises on odd input is reported by name.
+_WORKER = """
+import sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+def read(text, strict):
+    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
+    return parse("$" + text + "$", kinds, parsing_timeout=None, raise_on_error=strict)
+
+def judge(gold, answer):
+    gold = read(gold, True)
+    if not gold:
+        return False, "unreadable gold answer"
+    answer = read(answer, False)  # an answer that cannot be read is wrong, and no error
+    return bool(answer) and bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True)), None
+
+connection.send("ready")
+while True:
+    try:
+        pair = connection.recv()
+    except EOFError:
+        break
+    try:
+        reply = judge(*pair)
+    except Exception as failure:
+        reply = (False, type(failure).__name__)
+    connection.send(reply)
+"""
+
+_verifier = _Verifier()
+atexit.register(_verifier._stop)
+os.register_at_fork(after_in_child=_verifier.__init__)  # a forked child must not share its parent's worker or lock

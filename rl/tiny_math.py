@@ -258,7 +258,7 @@ def to_rows(problems: list[Problem], split: str) -> list[dict]:
             "prompt": [{"role": "user", "content": dapo_prompt(problem.text)}],
             "ability": "MATH",
             "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-            "extra_info": {"index": f"{split}-{index}", "kind": problem.kind, "split": split},
+            "extra_info": {"index": index, "kind": problem.kind, "split": split},
         }
         for index, problem in enumerate(problems)
     ]

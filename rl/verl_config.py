@@ -131,28 +131,44 @@ def _rollout(recipe: Recipe, cuda: bool) -> dict:
     }
 
 
-def _ray(recipe: Recipe, cuda: bool, ray_tmp: str) -> dict:
-    """A local Ray of this run's own; without a GPU, logical GPUs stand for CPU workers."""
-    init = {
+def _ray(recipe: Recipe, cuda: bool, ray_tmp: str, address: str | None, py_executable: str | None) -> dict:
+    """The run's own Ray: the one at `address`, or a local one that verl starts.
+
+    Without a GPU, logical GPUs stand for CPU workers.
+    """
+    init = {"logging_level": "warning", "runtime_env": {"py_executable": py_executable}}
+    if address is not None:
+        return {"ray_init": {**init, "address": address}}
+    init |= {
         "address": "local",
         "num_cpus": 16,
         "include_dashboard": False,
         "object_store_memory": 256 << 20 if not cuda else 4 << 30,
         "_temp_dir": ray_tmp,
-        "_node_ip_address": "127.0.0.1",
-        "logging_level": "warning",
     }
     if not cuda:
         init["num_gpus"] = recipe.trainer.fsdp_workers
     return {"ray_init": init}
 
 
-def to_verl(recipe: Recipe, *, backend: str, cuda: bool, run_dir: str, ray_tmp: str, train_file: str, val_file: str):
+def to_verl(
+    recipe: Recipe,
+    *,
+    backend: str,
+    cuda: bool,
+    run_dir: str,
+    ray_tmp: str,
+    train_file: str,
+    val_file: str,
+    ray_address: str | None = None,
+    py_executable: str | None = None,
+):
     """verl's `ppo_trainer` configuration (an OmegaConf DictConfig) for a recipe.
 
     Args:
         backend: resolved rounding backend; cuda: whether a GPU is used; ray_tmp: short folder for Ray's sockets;
-        train_file, val_file: parquet files that `rl.data.prepare` made.
+        train_file, val_file: parquet files that `rl.data.prepare` made; ray_address: a Ray that runs already, or None;
+        py_executable: Python that Ray starts workers with (see `rl.prefork`), or None for Ray's own choice.
     """
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
@@ -188,7 +204,7 @@ def to_verl(recipe: Recipe, *, backend: str, cuda: bool, run_dir: str, ray_tmp: 
                 "external_lib": "rl.engine",
                 "trust_remote_code": recipe.model.trust_remote_code,
                 "lora_rank": recipe.model.lora_rank,
-                "lora_alpha": recipe.model.lora_alpha,
+                "lora_alpha": max(1, round(recipe.model.lora_alpha)),  # unused: scaling is lockstep.lora_alpha, which need not be whole
                 "lora": {"lockstep": settings.to_verl()},
                 "override_config": {"attn_implementation": recipe.model.attn_implementation},
                 "use_remove_padding": False,
@@ -218,6 +234,9 @@ def to_verl(recipe: Recipe, *, backend: str, cuda: bool, run_dir: str, ray_tmp: 
             "experiment_name": Path(run_dir).name,
             "default_local_dir": str(Path(run_dir) / "checkpoints"),
         },
-        "ray_kwargs": _ray(recipe, cuda, ray_tmp),
+        "ray_kwargs": _ray(recipe, cuda, ray_tmp, ray_address, py_executable),
     }
-    return OmegaConf.merge(base, override)
+    config = OmegaConf.merge(base, override)
+    if ray_address is not None:
+        config.ray_kwargs.ray_init.pop("num_cpus")  # verl's default; a running cluster has its own
+    return config

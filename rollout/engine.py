@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from rollout.sampling import lora_request, sampling_params, scored_logprobs
+
 ADAPTER_ID = 1
 
 
@@ -91,19 +93,12 @@ class InProcessEngine:
     def adapter_digests(self) -> dict[str, dict]:
         return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID,))[0]
 
-    def _request(self, adapter: bool):
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest("lockstep", ADAPTER_ID, "in-memory") if adapter else None
-
     def generate(self, prompts: list[list[int]], max_tokens: int, adapter: bool = True, seed: int = 0) -> list[Sampled]:
         """Sample one response a prompt at temperature 1."""
-        from vllm import SamplingParams
-
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
-            [SamplingParams(max_tokens=max_tokens, logprobs=0, seed=seed + i) for i in range(len(prompts))],
-            lora_request=self._request(adapter),
+            [sampling_params(max_tokens=max_tokens, logprobs=0, seed=seed + i) for i in range(len(prompts))],
+            lora_request=lora_request(ADAPTER_ID) if adapter else None,
             use_tqdm=False,
         )
         sampled = []
@@ -117,17 +112,12 @@ class InProcessEngine:
             )
         return sampled
 
-    def score(self, sequences: list[list[int]], adapter: bool = True) -> list[torch.Tensor]:
-        """Log-probs float32 [len - 1] of tokens 1.. of each sequence, by prefill."""
-        from vllm import SamplingParams
-
+    def score(self, sequences: list[list[int]], adapter: bool = True) -> list[list[float]]:
+        """Log-probs of tokens 1.. of each sequence, by prefill."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in sequences],
-            SamplingParams(max_tokens=1, prompt_logprobs=0),
-            lora_request=self._request(adapter),
+            sampling_params(max_tokens=1, prompt_logprobs=0),
+            lora_request=lora_request(ADAPTER_ID) if adapter else None,
             use_tqdm=False,
         )
-        return [
-            torch.tensor([entry[token].logprob for token, entry in zip(ids[1:], o.prompt_logprobs[1:], strict=True)])
-            for ids, o in zip(sequences, outputs, strict=True)
-        ]
+        return [scored_logprobs(ids, output) for ids, output in zip(sequences, outputs, strict=True)]

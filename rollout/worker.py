@@ -77,7 +77,8 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _linear_tensors(model, name, module)
         else:
             for leaf, parameter in module._parameters.items():
-                if parameter is not None:
+                # KV-cache scales of vLLM's attention are parameters of the engine, not of the model.
+                if parameter is not None and not leaf.startswith("_"):
                     seen.add(id(module))
                     yield f"{name}.{leaf}" if name else leaf, parameter
 

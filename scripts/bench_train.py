@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl.config import ConfigError, find_path, load_recipe  # noqa: E402
+from rl.config import ConfigError, load_recipe, run_root  # noqa: E402
 
 EXAMPLES = """examples:
   python scripts/bench_train.py --config tiny_math.yaml
@@ -58,7 +58,7 @@ def main() -> int:
         if status:
             print(f"bench_train.py: the run with seed {seed} ended with status {status}", file=sys.stderr)
             return 2 if status == 2 else 1
-        summary = find_path(recipe.run.root) / "latest" / "summary.json"
+        summary = run_root(recipe) / "latest" / "summary.json"
         runs.append({"seed": seed, **json.loads(summary.read_text())})
     print(table(runs))
     if args.json:

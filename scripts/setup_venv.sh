@@ -13,18 +13,22 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 
+now() { grep -v '^WARNING' "$log" | tail -n 1 | sed 's/^ *//; s/(from.*//'; } # what pip does at the moment
+
 echo "installing the $extra environment into .venv (the first time: about 5 minutes and 4 GB); log: $log"
 .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$extra,dev]" >"$log" 2>&1 &
 pip=$!
 trap 'kill "$pip" 2>/dev/null || true' INT TERM
 began=$SECONDS
+next=60
 while kill -0 "$pip" 2>/dev/null; do
   sleep 1
   seconds=$((SECONDS - began))
   if [ -t 1 ]; then
-    printf '\r\033[2K  %s s  %.100s' "$seconds" "$(tail -n 1 "$log" | sed 's/^ *//; s/(from.*//')"
-  elif [ $((seconds % 60)) -eq 0 ] && [ "$seconds" -gt 0 ]; then
-    echo "  $seconds s: $(tail -n 1 "$log" | sed 's/^ *//; s/(from.*//' | cut -c 1-100)"
+    printf '\r\033[2K  %s s  %.100s' "$seconds" "$(now)"
+  elif [ "$seconds" -ge "$next" ]; then
+    next=$((seconds + 60))
+    echo "  $seconds s: $(now | cut -c 1-100)"
   fi
 done
 if [ -t 1 ]; then printf '\r\033[2K'; fi

@@ -74,7 +74,7 @@ def main() -> int:
     elif behaviour == "gate":
         log.gate(0, "fail", ["weights: model.layers.1.mlp.experts.0 differs"], "1 tensor differs")
         log.failed("consistency check failed at step 0", 1)
-        return 1
+        raise RuntimeError("check failed at step 0")
     elif behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif behaviour == "hangs":
@@ -83,6 +83,7 @@ def main() -> int:
         time.sleep(120)
     elif behaviour == "leaves":
         leave_things_behind(run_dir)
+        time.sleep(1)  # what exists for less than a moment is not seen
         train(log, 1)
         log.done()
         os._exit(0)

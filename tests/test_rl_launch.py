@@ -34,13 +34,13 @@ sys.exit(run.execute(launch.headline(recipe, checked, run_dir)))
 """
 
 
-def start(tmp_path: Path, behaviour: str, **env: str) -> subprocess.Popen:
+def start(tmp_path: Path, behaviour: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.Popen:
     """The front end around the stand-in, in its own process."""
     runs = str(tmp_path / "runs")
     code = DRIVER.format(root=str(REPO_ROOT), runs=runs, fake=str(FAKE), behaviour=behaviour)
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"LOCKSTEP_GRACE_S": "0.5", "LOCKSTEP_POLL_S": "1"} | env,
@@ -96,7 +96,7 @@ def test_self_made_stop_shows_its_reason_and_no_foreign_log(tmp_path):
     status, output, _, summary = finish(start(tmp_path, "gate"), tmp_path)
     assert status == 1 and summary["status"] == "failed" and summary["gates"]["fail"] == 1
     assert "failed: consistency check failed at step 0" in output and "experts.0 differs" in output
-    assert "fake trainer begins" not in output
+    assert "fake trainer begins" not in output and "Traceback" not in output
 
 
 def test_crash_shows_the_engine_error_and_the_logs(tmp_path):
@@ -141,6 +141,19 @@ def test_stopping_leaves_nothing_and_keeps_what_was_written(tmp_path, number, st
     assert foreign.poll() is None  # not ours
     foreign.kill()
     foreign.wait()
+
+
+def test_closing_the_terminal_stops_the_run(tmp_path):
+    """SIGHUP, and every write fails from then on."""
+    reader, writer = os.openpty()
+    process = start(tmp_path, "long", stdout=writer)
+    os.close(writer)
+    wait_for(lambda: (tmp_path / "runs" / "latest" / "metrics.jsonl").exists())
+    assert b"starting" in os.read(reader, 100_000)
+    os.close(reader)
+    process.send_signal(signal.SIGHUP)
+    status, _, _, summary = finish(process, tmp_path)
+    assert status == 129 and summary["status"] == "stopped"
 
 
 def test_kill_of_the_front_end_ends_the_trainer(tmp_path):

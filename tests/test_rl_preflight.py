@@ -238,11 +238,14 @@ def test_torchrun_is_refused(workspace, monkeypatch):
     assert "plain python" in error_of(workspace)
 
 
-def test_wrong_version_names_the_conflict(workspace, monkeypatch):
+def test_wrong_version_names_the_conflict(workspace, monkeypatch, capsys):
     real = module.metadata.version
     monkeypatch.setattr(module.metadata, "version", lambda name: "0.8.0" if name == "verl" else real(name))
     line = error_of(workspace)
     assert "verl is 0.8.0, not 0.9.1" in line and "make venv" in line
+    monkeypatch.setenv("LOCKSTEP_ALLOW_VERSIONS", "1")
+    preflight(recipe_for(workspace))
+    assert "verl is 0.8.0" in capsys.readouterr().err
 
 
 def test_the_command_line_exits_with_2_and_one_line(workspace):

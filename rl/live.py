@@ -1,0 +1,63 @@
+"""The live trainer and engines of a verl run as the two sides of a consistency check."""
+
+from dataclasses import asdict
+
+import ray
+
+from rl.consistency import Sequence, TrainerScore
+from rl.server import ADAPTER_ID
+
+
+class LiveTrainer:
+    """The FSDP2 worker group; every call runs on all workers, the first one's answer counts."""
+
+    def __init__(self, worker_group) -> None:
+        self.worker_group = worker_group
+
+    def _call(self, method: str, *args):
+        return self.worker_group.lockstep_probe(method, *args)[0]
+
+    def base_digests(self) -> dict[str, dict]:
+        return self._call("base_digests")
+
+    def adapter_digests(self) -> dict[str, dict]:
+        return self._call("adapter_digests")
+
+    def adapter_kinds(self) -> list[str]:
+        return self._call("adapter_kinds")
+
+    def set_test_adapter(self, kind: str | None, seed: int) -> None:
+        self._call("set_test_adapter", kind, seed)
+
+    def restore_adapter(self) -> None:
+        self._call("restore_adapter")
+
+    def adapter_is_zero(self) -> bool:
+        return self._call("adapter_is_zero")
+
+    def score(self, sequences: list[Sequence]) -> TrainerScore:
+        return self._call("score", [asdict(sequence) for sequence in sequences])
+
+
+class LiveEngine:
+    """The replicas' servers: digests come from every worker of every replica, probes from the first replica."""
+
+    def __init__(self, replicas, sync) -> None:
+        self.servers = [server for replica in replicas for server in replica.servers]
+        self.sync = sync
+
+    def _rpc(self, method: str, *args) -> list[dict[str, dict]]:
+        answers = ray.get([server.collective_rpc.remote(method, args=args) for server in self.servers])
+        return [worker for server in answers for worker in server]
+
+    def base_digests(self) -> list[dict[str, dict]]:
+        return self._rpc("lockstep_base_digests")
+
+    def adapter_digests(self) -> list[dict[str, dict]]:
+        return self._rpc("lockstep_adapter_digests", ADAPTER_ID)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
+        return [Sequence(**s) for s in ray.get(self.servers[0].probe_generate.remote(prompts, max_tokens))]
+
+    def score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
+        return ray.get(self.servers[0].probe_score.remote(sequences, adapter))

@@ -1,0 +1,126 @@
+"""The trainer's answers to the consistency check, for a `modeling.TrainerModel` (in process or inside the verl engine)."""
+
+import numpy as np
+import torch
+
+from rl import fingerprint, lora, replay
+from rl.consistency import Sequence, TrainerScore
+from rl.modeling import TrainerModel
+from rollout.fingerprint import digests
+
+TEST_ADAPTER_STD = 0.03
+
+
+class TrainerProbe:
+    """`consistency.TrainerSide` over a trainer model. Under FSDP2 every method is collective: call it on all ranks."""
+
+    def __init__(self, trainer_model: TrainerModel) -> None:
+        self.trainer_model = trainer_model
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.trainer_model.model
+
+    def base_digests(self) -> dict[str, dict]:
+        return digests(fingerprint.base_tensors(self.model))
+
+    def adapter_digests(self) -> dict[str, dict]:
+        return digests(lora.engine_tensors(self.model))
+
+    def _factors(self):
+        """Yield (kind, parameter name, B parameter) of every adapted module."""
+        for name, adapter in lora.adapters(self.model).items():
+            kind = "experts" if isinstance(adapter, lora.LoRAExperts) else name.rpartition(".")[2]
+            for leaf, parameter in adapter.named_parameters(recurse=False):
+                if leaf.endswith("B"):
+                    yield kind, f"{name}.{leaf}", parameter
+
+    def adapter_kinds(self) -> list[str]:
+        return list(dict.fromkeys(kind for kind, _, _ in self._factors()))
+
+    @torch.no_grad()
+    def set_test_adapter(self, kind: str | None, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for own, name, parameter in self._factors():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if name not in self._kept:
+                self._kept[name] = local.clone()
+            local.zero_()
+            if kind in (own, "all"):
+                # Each rank fills its own shard; the values need not be the same for another number of ranks.
+                local.copy_(torch.randn(local.shape, generator=generator) * TEST_ADAPTER_STD)
+
+    @torch.no_grad()
+    def restore_adapter(self) -> None:
+        for _, name, parameter in self._factors():
+            if name in self._kept:
+                (parameter.to_local() if hasattr(parameter, "to_local") else parameter).copy_(self._kept[name])
+        self._kept = {}
+
+    def adapter_is_zero(self) -> bool:
+        return not any(bool(tensor.any()) for name, tensor in lora.engine_tensors(self.model).items() if name.endswith("B"))
+
+    @torch.no_grad()
+    def score(self, sequences: list[Sequence]) -> TrainerScore:
+        """One padded forward free and one replayed; the model is left in the mode it was in."""
+        routing = self.trainer_model.routing
+        ids, mask = _pad([sequence.ids for sequence in sequences], self._device())
+        known = None
+        if self.trainer_model.moe_layers and sequences[0].routed_experts is not None:
+            known = replay.layout(
+                [torch.as_tensor(np.asarray(sequence.routed_experts)) for sequence in sequences],
+                [len(sequence.ids) for sequence in sequences],
+                ids.shape[1],
+                self.trainer_model.moe_layers,
+                self.trainer_model.num_experts,
+            ).to(ids.device)
+        was_training, was_enabled = self.model.training, routing.enabled
+        self.model.eval()
+        routing.take_counts()
+        outcomes = []
+        try:
+            for enabled in (False, True):
+                routing.ids, routing.enabled, routing.recording = known, enabled, {}
+                logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+                outcomes.append((self._response_logprobs(logits, ids, sequences), self._agreement(routing.recording, known)))
+        finally:
+            routing.ids, routing.enabled, routing.recording = None, was_enabled, None
+            routing.take_counts()
+            self.model.train(was_training)
+        (free, agreement), (replayed, agreement_replayed) = outcomes
+        rows = int((known[:, 0, 0] != replay.UNKNOWN).sum()) if known is not None else 0
+        return TrainerScore(free, replayed, agreement, agreement_replayed, rows, int(mask.sum()) - rows)
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @staticmethod
+    def _response_logprobs(logits, ids, sequences: list[Sequence]) -> list[list[float]]:
+        logprobs = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return [
+            logprobs[row, len(sequence.prompt_ids) - 1 : len(sequence.ids) - 1].tolist()
+            for row, sequence in enumerate(sequences)
+        ]
+
+    @staticmethod
+    def _agreement(used: dict[int, torch.Tensor], known: torch.Tensor | None) -> dict[int, float]:
+        """Share of known rows of each layer on which the expert set that was used equals the engine's."""
+        if known is None:
+            return {}
+        rows = known[:, 0, 0] != replay.UNKNOWN
+        return {
+            layer: float((ids.sort(-1).values == known[:, layer].sort(-1).values).all(-1)[rows].float().mean())
+            for layer, ids in used.items()
+        }
+
+
+def _pad(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids [B, T] and attention mask [B, T]; padding is token 0."""
+    width = max(len(ids) for ids in sequences)
+    ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    return ids.to(device), mask.to(device)

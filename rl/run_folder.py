@@ -1,0 +1,42 @@
+"""The run folder as the trainer processes see it: the recipe they run, and where they report."""
+
+import json
+import os
+from pathlib import Path
+
+from rl.config import Recipe
+from rl.consistency import ConsistencyReport
+from rl.events import METRIC_KEYS, EventLog
+
+
+class RunFolder:
+    """`path` with config.json; events, metrics rows and consistency reports are written through it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = json.loads((self.path / "config.json").read_text())
+        self.recipe = Recipe.model_validate(self.config["recipe"])
+        self._log = EventLog(self.path)
+        self.stage, self.note, self.done, self.failed = (
+            self._log.stage,
+            self._log.note,
+            self._log.done,
+            self._log.failed,
+        )
+
+    def step(self, step: int, metrics: dict[str, float], of: int) -> None:
+        self._log.step(step, of, {key: value for key, value in metrics.items() if key in METRIC_KEYS})
+
+    def validation(self, step: int, accuracy: float, seconds: float) -> None:
+        self._log.validation(step, accuracy)
+        self._log.note(f"held-out accuracy after step {step}: {accuracy:.1%} ({seconds:.1f} s)")
+
+    def write_consistency(self, report: ConsistencyReport) -> None:
+        """Write consistency.json (the newest report; earlier ones are kept as consistency-STEP.json) and an event."""
+        report.environment, report.recipe = self.config["environment"], self.config["recipe"]
+        text = json.dumps(report.as_dict(), indent=1) + "\n"
+        for name in (f"consistency-{report.step}.json", "consistency.json"):
+            part = self.path / f".{name}.{os.getpid()}"
+            part.write_text(text)
+            part.replace(self.path / name)
+        self._log.gate(report.step, report.verdict, report.reasons, report.summary())

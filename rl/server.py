@@ -1,0 +1,83 @@
+"""verl's vLLM server and replica with what lockstep adds: answers from the workers, probes, and no silent base rollouts.
+
+Imported in Ray actors that run the engine, and by verl's registry when the controller starts replicas.
+"""
+
+import asyncio
+import uuid
+
+import numpy as np
+import ray
+
+from rollout.patching import patch_target
+from rollout.sampling import lora_request, sampling_params, scored_logprobs
+
+_module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
+vLLMReplica = patch_target(f"{_module}:vLLMReplica")
+ADAPTER_ID = patch_target("verl.workers.rollout.vllm_rollout.utils:VLLM_LORA_INT_ID")
+for _name in ("_get_worker_extension_cls", "collective_rpc", "set_global_steps", "generate"):
+    patch_target(f"{_module}:vLLMHttpServer.{_name}")
+
+
+class LockstepServer(vLLMHttpServer):
+    """One vLLM server of a replica."""
+
+    def _get_worker_extension_cls(self) -> str:
+        return "rl.extension.LockstepWorkerExtension"
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        """As verl's, but the workers' answers come back (verl drops them)."""
+        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Called by verl after each sync. verl's generate falls back to the base when no adapter is loaded: refuse."""
+        if self.lora_as_adapter and ADAPTER_ID not in await self.engine.list_loras():
+            raise RuntimeError(f"after the sync of step {global_steps} the engine has no adapter: rollouts would use the base")
+        await super().set_global_steps(global_steps)
+
+    async def probe_generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+        """Sample one response a prompt on the path that rollouts take."""
+
+        async def one(prompt_ids: list[int]) -> dict:
+            params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": max_tokens}
+            output = await self.generate(prompt_ids, params, request_id=f"probe-{uuid.uuid4().hex}")
+            routed = None if output.routed_experts is None else np.asarray(output.routed_experts)
+            return {
+                "prompt_ids": list(prompt_ids),
+                "response_ids": list(output.token_ids),
+                "logprobs": list(output.log_probs),
+                "routed_experts": routed,
+            }
+
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+    async def probe_score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
+        """Log-probs of tokens 1.. of each sequence by prefill, with the adapter or without."""
+
+        async def one(ids: list[int]) -> list[float]:
+            final = None
+            generator = self.engine.generate(
+                prompt={"prompt_token_ids": ids},
+                sampling_params=sampling_params(max_tokens=1, prompt_logprobs=0),
+                request_id=f"probe-{uuid.uuid4().hex}",
+                lora_request=lora_request(ADAPTER_ID) if adapter else None,
+            )
+            async for output in generator:
+                final = output
+            return scored_logprobs(ids, final)
+
+        return await asyncio.gather(*(one(ids) for ids in sequences))
+
+
+class LockstepReplica(vLLMReplica):
+    """A replica whose servers are `LockstepServer`s."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(LockstepServer)
+
+
+def register() -> None:
+    """Make verl start `LockstepReplica`s for rollout.name=vllm in this process."""
+    patch_target("verl.workers.rollout.replica:RolloutReplicaRegistry").register("vllm", lambda: LockstepReplica)

@@ -1,0 +1,94 @@
+"""FSDP2 over two processes: bytes shard, stay bit-identical through training, and compute as the unsharded model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = """
+import sys, torch, torch.distributed as dist, torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from quant import mxfp8, nvfp4
+from quant.layers import QuantExperts, QuantLinear
+
+hidden, inter, tokens = 64, 32, 12
+
+def gate(x):
+    a, b = x.chunk(2, -1)
+    return F.silu(a) * b
+
+class Block(torch.nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.first = QuantLinear(mxfp8.quantize(torch.randn(hidden, hidden) * 0.1))
+        self.second = QuantLinear(nvfp4.quantize(torch.randn(hidden, hidden) * 0.1))
+        gate_up, down = torch.randn(experts, 2 * inter, hidden) * 0.1, torch.randn(experts, hidden, inter) * 0.1
+        self.experts = QuantExperts(nvfp4.quantize(gate_up), nvfp4.quantize(down), gate)
+        self.low = torch.nn.Parameter(torch.randn(hidden, hidden) * 0.05)
+
+    def forward(self, x, ids, weights):
+        x = self.second(self.first(x)) + (x.float() @ self.low.float().T).to(x.dtype)
+        return x + self.experts(x, ids, weights)
+
+def build(experts):
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(Block(experts) for _ in range(2))
+
+def run(model, x, ids, weights):
+    for block in model:
+        x = block(x, ids, weights)
+    return x
+
+def check(experts, mesh):
+    model, twin = build(experts), build(experts)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    for block in twin:
+        block.low.data = block.low.data.bfloat16()
+    # fully_shard casts a block's floating inputs to param_dtype, so the weights given here are bf16 values already
+    x, weights = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, 1).bfloat16().float()
+    ids = torch.randint(0, experts, (tokens, 1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        y = run(model, x, ids, weights)
+        if step == 0:
+            expected = run(twin, x, ids, weights)
+            assert torch.equal(y, expected), "forward differs from the unsharded model"
+            expected.float().pow(2).mean().backward()
+        y.float().pow(2).mean().backward()
+        if step == 0:
+            grad, want = model[0].low.grad.full_tensor(), twin[0].low.grad.float()
+            assert (grad - want).norm() <= 1e-2 * want.norm(), "gradient differs"
+        optimizer.step()
+        optimizer.zero_grad()
+    frozen = 0
+    for (name, shard), (_, whole) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        if whole.dtype == torch.uint8:
+            assert shard.dtype == torch.uint8 and shard.to_local().dtype == torch.uint8, name
+            assert torch.equal(shard.full_tensor(), whole), name + " changed"
+            frozen += shard.to_local().numel()
+    shares = [None, None]
+    dist.all_gather_object(shares, frozen)
+    assert sum(shares) == sum(p.numel() for p in twin.parameters() if p.dtype == torch.uint8), shares
+    assert experts == 1 or max(shares) <= 0.8 * sum(shares), shares
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+for experts in (4, 3, 1):  # divisible by the workers, uneven, and fewer than there are
+    check(experts, mesh)
+dist.destroy_process_group()
+"""
+
+
+def test_two_workers(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WORKER, str(tmp_path / "store")]
+    workers = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
