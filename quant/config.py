@@ -37,21 +37,18 @@ def quantization_config(plan) -> dict:
     """config.json's entry for a conversion plan: one weight-only config group a format, targets as regular expressions.
 
     Routed experts are matched by `re:.*\\.experts\\..*` (the engine looks for experts.0.gate_proj under every naming);
-    the rest by parent and leaf (`re:.*\\.self_attn\\.(q_proj|...)$`). Matrices that stay as they are go to `ignore`,
-    which the engine looks at first.
+    the rest by parent and leaf (`re:(.*\\.)?self_attn\\.(q_proj|...)$`), or by full names where the same leaf has
+    different formats in different layers. Matrices that stay as they are go to `ignore`, which the engine reads first.
     """
-    chosen: dict[str, set[str]] = defaultdict(set)
-    kept: set[str] = set()
+    modules: dict[str | None, set[str]] = defaultdict(set)
     for job in plan.all_jobs():
-        if job.fmt is not None:
-            chosen[job.fmt].add(job.module)
-        elif job.name.endswith(".weight") and len(job.shape) == 2:
-            kept.add(job.module)
+        if job.fmt is not None or (job.name.endswith(".weight") and len(job.shape) == 2):
+            modules[job.fmt].add(job.module)
     groups = {}
-    for number, fmt in enumerate(fmt for fmt in (NVFP4, MXFP8) if fmt in chosen):
+    for number, fmt in enumerate(fmt for fmt in (NVFP4, MXFP8) if fmt in modules):
         form, weights = _GROUPS[fmt]
         groups[f"group_{number}"] = {
-            "targets": _targets(chosen[fmt]),
+            "targets": _targets(fmt, modules),
             "weights": weights,
             "input_activations": None,
             "output_activations": None,
@@ -63,23 +60,31 @@ def quantization_config(plan) -> dict:
         "format": groups["group_0"]["format"] if single else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": _targets(kept),
+        "ignore": _targets(None, modules),
         "kv_cache_scheme": None,
     }
 
 
-def _targets(modules: set[str]) -> list[str]:
+def _kind(module: str) -> tuple[str, str]:
+    """(parent's last name, leaf); all routed experts are one kind."""
+    if ".experts." in f".{module}.":
+        return "", EXPERTS_TARGET
+    parent, _, leaf = module.rpartition(".")
+    return parent.rpartition(".")[2], leaf
+
+
+def _targets(fmt: str | None, modules: dict[str | None, set[str]]) -> list[str]:
+    """Targets that match the modules of `fmt` and none of another format."""
+    elsewhere = {_kind(module) for other, names in modules.items() if other != fmt for module in names}
     leaves: dict[str, set[str]] = defaultdict(set)
-    targets = []
-    for module in modules:
-        parent, _, leaf = module.rpartition(".")
-        if ".experts." in f".{module}.":
-            targets.append(EXPERTS_TARGET)
-        elif not parent:
-            targets.append(module)
+    targets = set()
+    for module in modules[fmt]:
+        parent, leaf = _kind(module)
+        if (parent, leaf) in elsewhere or not parent:
+            targets.add(leaf if leaf == EXPERTS_TARGET and (parent, leaf) not in elsewhere else module)
         else:
-            leaves[parent.rpartition(".")[2]].add(leaf)
+            leaves[parent].add(leaf)
     for parent, names in leaves.items():
         fused = {name for name, parts in _FUSED_NAMES.items() if names.issuperset(parts)}
-        targets.append(rf"re:.*\.?{re.escape(parent)}\.({'|'.join(sorted(names | fused))})$")
-    return sorted(set(targets))
+        targets.add(rf"re:(.*\.)?{re.escape(parent)}\.({'|'.join(sorted(names | fused))})$")
+    return sorted(targets)

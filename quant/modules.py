@@ -88,7 +88,7 @@ def _swap(model: nn.Module, name: str, value: Packed, backend: str, halves: dict
         _replace(model, path, QuantLinear(value, bias, backend))
     else:
         kind = "NVFP4" if isinstance(value, NVFP4Tensor) else "MXFP8"
-        raise CheckpointError(f"tensor {name} is {kind}, which a {type(module).__name__} cannot hold")
+        raise CheckpointError(f"tensor {name} is {kind}, which {type(module).__name__} cannot hold")
 
 
 def _gate_of(path: str, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

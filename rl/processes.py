@@ -19,7 +19,8 @@ RUN_ID = "LOCKSTEP_RUN_ID"
 RAY_TMP = "LOCKSTEP_RAY_TMP"
 SHM = Path("/dev/shm")
 PROC = Path("/proc")
-_SHM_IN_MAPS = re.compile(rb"\s/dev/shm/([^\n]+?)(?: \(deleted\))?$", re.MULTILINE)
+# The inode and not the name: a named semaphore is made under another name than the one it is linked to.
+_SHM_IN_MAPS = re.compile(rb"\s(\d+)\s+/dev/shm/", re.MULTILINE)
 # What reading a process that just ended, or that belongs to someone else, raises.
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError, NotADirectoryError)
 
@@ -92,7 +93,7 @@ class RunProcesses:
     _names: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._before = {(entry.name, entry.inode()) for entry in os.scandir(SHM)} if SHM.is_dir() else set()
+        self._before = _segments()
         self._names = {name for name, _ in self._before}
 
     def watch_segments(self) -> None:
@@ -105,8 +106,7 @@ class RunProcesses:
     def poll(self, memory: bool = True) -> None:
         """Look for new processes, note the shared memory that they use and their memory together."""
         alive = self.alive()
-        for process in alive:
-            self._note_segments(process.pid)
+        self._note_segments(alive)
         if memory:
             self.peak_memory_bytes = max(self.peak_memory_bytes, sum(_memory(process.pid) for process in alive))
 
@@ -133,12 +133,9 @@ class RunProcesses:
     def _same(process: Process, stats: dict[int, tuple[int, int, str]]) -> bool:
         return stats[process.pid][1] == process.start
 
-    def _note_segments(self, pid: int) -> None:
-        for name in _shm_names(pid):
-            with contextlib.suppress(FileNotFoundError):
-                key = (name, (SHM / name).stat().st_ino)
-                if key not in self._before:
-                    self._segments.add(key)
+    def _note_segments(self, processes: list[Process]) -> None:
+        used = set().union(*(_shm_inodes(process.pid) for process in processes))
+        self._segments |= {key for key in _segments() if key[1] in used} - self._before
 
     def stop(self, first: Process | None, grace: float = 5.0, interrupted=lambda: False) -> int:
         """End every process of the run: SIGINT to `first` alone, then SIGTERM and SIGKILL to all that are left.
@@ -181,11 +178,11 @@ class RunProcesses:
     def clean(self) -> list[str]:
         """Remove the run's shared memory that nobody maps any more, and Ray's folder. Returns what was removed."""
         removed = []
-        in_use = {name for pid in _pids() for name in _shm_names(pid)}
+        in_use = set().union(*(_shm_inodes(pid) for pid in _pids()))
         for name, inode in sorted(self._segments):
             path = SHM / name
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                if name not in in_use and path.stat().st_ino == inode:
+                if inode not in in_use and path.stat().st_ino == inode:
                     path.unlink()
                     removed.append(str(path))
         if self.ray_tmp.exists():
@@ -201,20 +198,24 @@ def _environ(pid: int) -> list[bytes]:
         return []
 
 
-def _shm_names(pid: int) -> set[str]:
-    """Names in /dev/shm that a process maps or has open."""
-    names: set[str] = set()
+def _segments() -> set[tuple[str, int]]:
+    """(name, inode) of everything in /dev/shm."""
+    return {(entry.name, entry.inode()) for entry in os.scandir(SHM)} if SHM.is_dir() else set()
+
+
+def _shm_inodes(pid: int) -> set[int]:
+    """Inodes in /dev/shm that a process maps or has open."""
+    inodes: set[int] = set()
     folder = PROC / str(pid)
     try:
-        names.update(match.decode(errors="replace") for match in _SHM_IN_MAPS.findall((folder / "maps").read_bytes()))
+        inodes.update(int(inode) for inode in _SHM_IN_MAPS.findall((folder / "maps").read_bytes()))
         for entry in os.listdir(folder / "fd"):
             with contextlib.suppress(*_GONE):
-                target = os.readlink(folder / "fd" / entry)
-                if target.startswith("/dev/shm/"):
-                    names.add(target.removeprefix("/dev/shm/").removesuffix(" (deleted)"))
+                if os.readlink(folder / "fd" / entry).startswith("/dev/shm/"):
+                    inodes.add((folder / "fd" / entry).stat().st_ino)
     except _GONE:
         pass
-    return names
+    return inodes
 
 
 def _memory(pid: int) -> int:

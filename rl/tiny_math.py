@@ -1,9 +1,9 @@
 """Seeded one- and two-step arithmetic word problems in DAPO's prompt form, with worked and with flawed solutions.
 
-The tiny model of ``make train`` is trained on these. Half of the demonstrations end in a wrong answer, as scraped text
-does, and the wrong digit may be any digit of the solution: the most likely digit stays the right one everywhere. A model
-that fits such text knows more (greedy decoding) than it says (sampling at temperature 1), and that gap is what
-reinforcement learning closes.
+The tiny model of ``make train`` is trained on these. More than half of the demonstrations end in a wrong answer, as
+scraped text does, and the wrong digit may be any digit of the solution: everywhere the likeliest digit is still the
+right one. A model that fits such text knows more (greedy decoding) than it says (sampling at temperature 1), and that
+gap is what reinforcement learning closes.
 
 Held-out problems share neither their text nor their numbers with training problems: a stable hash of (kind, operands)
 decides the side, whatever the seed.

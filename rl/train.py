@@ -45,6 +45,7 @@ def set_environment(run_dir: Path, cuda: bool, nodes: int) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",  # adapters come from the trainer, never over HTTP
         "GLOO_SOCKET_IFNAME": "lo",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",
@@ -65,6 +66,9 @@ def set_environment(run_dir: Path, cuda: bool, nodes: int) -> None:
         values |= {
             "VERL_PLATFORM": "cpu",
             "OMP_NUM_THREADS": threads,
+            # Waiting threads must not spin: trainer, engine and Ray share the cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TQ_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # vLLM compiles helpers of its sampler with inductor even in eager mode: 20-40 s of C++ compiler.
             "TORCHDYNAMO_DISABLE": "1",

@@ -149,6 +149,23 @@ def _rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None = None):
     return normed if residual is None else (normed, total)
 
 
+def _keep_uniproc_executor(platform) -> None:
+    """Let `distributed_executor_backend=uni` stand on CPU: the worker then lives in the engine process.
+
+    vLLM turns it into a second process that the engine process busy-waits for, which on a small machine takes the
+    worker's own core. Thread binding, vLLM's reason, is off here (VLLM_CPU_OMP_THREADS_BIND=nobind).
+    """
+    original = patch_target("vllm.platforms.cpu:CpuPlatform.check_and_update_config").__func__
+
+    def check_and_update_config(cls, vllm_config) -> None:
+        wanted = vllm_config.parallel_config.distributed_executor_backend
+        original(cls, vllm_config)
+        if wanted == "uni":
+            vllm_config.parallel_config.distributed_executor_backend = "uni"
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
 def install() -> None:
     """Replace the CPU entries of vLLM's registries; raises PatchError if a name moved."""
     from vllm.platforms.interface import PlatformEnum
@@ -181,6 +198,7 @@ def install() -> None:
 
     platform = patch_target("vllm.platforms.cpu:CpuPlatform")
     patch_target("vllm.platforms.cpu:CpuPlatform.get_punica_wrapper")
+    _keep_uniproc_executor(platform)
     platform.get_punica_wrapper = classmethod(lambda cls: f"{__name__}.{CpuPunicaWrapper.__name__}")
 
 

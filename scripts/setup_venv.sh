@@ -16,7 +16,7 @@ fi
 now() { grep -v '^WARNING' "$log" | tail -n 1 | sed 's/^ *//; s/(from.*//'; } # what pip does at the moment
 
 echo "installing the $extra environment into .venv (the first time: about 5 minutes and 4 GB); log: $log"
-.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$extra,dev]" >"$log" 2>&1 &
+.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -e ".[$extra,dev]" >"$log" 2>&1 &
 pip=$!
 trap 'kill "$pip" 2>/dev/null || true' INT TERM
 began=$SECONDS
@@ -41,4 +41,8 @@ if [ "$extra" = cpu ]; then
   # Beside a CPU build of torch, torchvision breaks `import peft` and torchaudio breaks vLLM; nothing here needs them.
   .venv/bin/python -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec >>"$log" 2>&1
 fi
+# pip would compile every file on one core; what a run does not import need not be compiled, and takes room.
+# These packages also hold templates that are no Python, hence the `|| true`.
+site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+.venv/bin/python -m compileall -qq -j 0 "$site/torch" "$site/vllm" "$site/ray" "$site/verl" >>"$log" 2>&1 || true
 echo "  .venv is ready after $((SECONDS - began)) s"

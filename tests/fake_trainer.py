@@ -1,5 +1,6 @@
 """Stands in for rl.train in tests of the front end: `python tests/fake_trainer.py BEHAVIOUR RUN_DIR`."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -42,14 +43,18 @@ def train(log: EventLog, steps: int) -> None:
 
 
 def leave_things_behind(run_dir: Path) -> None:
-    """Detached grandchildren that ignore SIGTERM, a shared memory segment, a file in Ray's folder."""
+    """Detached grandchildren that ignore SIGTERM, shared memory, a named semaphore, a file in Ray's folder."""
     children = [subprocess.Popen([sys.executable, "-c", GRANDCHILD]) for _ in range(2)]
     segment = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(segment._name, "shared_memory")  # nobody else will remove it
+    semaphore = multiprocessing.get_context("spawn").Semaphore()._semlock.name.lstrip("/")
+    resource_tracker.unregister(f"/{semaphore}", "semaphore")
     logs = Path(os.environ["LOCKSTEP_RAY_TMP"]) / "session_2030-01-01" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.err").write_text("ray's own log\n")
-    (run_dir / "left.txt").write_text(" ".join([segment.name, *(str(child.pid) for child in children)]))
+    (run_dir / "left.txt").write_text(
+        " ".join([segment.name, f"sem.{semaphore}", *(str(child.pid) for child in children)])
+    )
     globals()["keep"] = (segment, children)
 
 

@@ -14,8 +14,11 @@ from safetensors.torch import load_file
 
 from quant import cli, convert, mxfp8, nvfp4, shards
 from quant.checkpoint import CheckpointError, decoded_state, packed_state, quantize_checkpoint
+from quant.config import quantization_config
+from quant.policy import POLICIES, Policy
 
 ROOT = Path(__file__).resolve().parent.parent
+_RULES = POLICIES["nvfp4_mxfp8"].rules
 
 
 @pytest.fixture
@@ -83,14 +86,16 @@ def test_packed_and_decoded_state_use_module_names_and_stack_experts(source, tmp
         assert error < 0.11, name
 
 
-def test_config_parses_as_compressed_tensors_and_its_targets_cover_exactly_the_quantised(source, tmp_path):
+LAYERWISE = Policy("layerwise", (("layers.0.self_attn", None), ("layers.1.mlp.experts", "mxfp8"), *_RULES))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), LAYERWISE], ids=lambda policy: policy.name)
+def test_config_parses_as_compressed_tensors_and_its_targets_cover_exactly_the_quantised(source, policy):
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.utils import match_name
 
-    quantize_checkpoint(source, tmp_path / "dst", progress=False)
-    raw = json.loads((tmp_path / "dst" / "config.json").read_text())["quantization_config"]
-    config = QuantizationConfig.model_validate(raw)
-    plan = convert.make_plan(source, "nvfp4_mxfp8")
+    plan = convert.make_plan(source, policy)
+    config = QuantizationConfig.model_validate(quantization_config(plan))
     for job in plan.all_jobs():
         if len(job.shape) != 2:
             continue
@@ -102,6 +107,17 @@ def test_config_parses_as_compressed_tensors_and_its_targets_cover_exactly_the_q
         if job.fmt:
             assert groups[0].weights.num_bits == (4 if job.fmt == "nvfp4" else 8)
             assert groups[0].input_activations is None
+
+
+def test_attention_in_nvfp4_shares_a_global_scale_over_q_k_and_v(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "dst", policy="nvfp4_all", progress=False)
+    written, plain = load_all(tmp_path / "dst"), tensors()
+    base = "model.layers.1.self_attn"
+    parts = [f"{base}.{leaf}_proj" for leaf in "qkv"]
+    encoded = nvfp4.quantize(torch.cat([plain[f"{part}.weight"] for part in parts]))
+    assert torch.equal(torch.cat([written[f"{part}.weight_packed"] for part in parts]), encoded.packed)
+    assert {float(written[f"{part}.weight_global_scale"]) for part in parts} == {1 / float(encoded.global_scale)}
+    assert packed_state(tmp_path / "dst")[f"{base}.q_proj.weight"].global_scale.shape == ()
 
 
 def test_a_stop_at_any_write_is_resumed_to_the_same_bytes(source, tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ CHANGES = {
     ),
     "kind": (
         lambda s: s.update({"experts.down_proj": mxfp8.quantize(torch.zeros(4, 64, 32))}),
-        "tensor experts.down_proj is MXFP8, which a Experts cannot hold",
+        "tensor experts.down_proj is MXFP8, which Experts cannot hold",
     ),
 }
 

@@ -1,5 +1,6 @@
 """The front end, with a stand-in for the trainer process: what is shown and written, and that nothing is left over."""
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from rl.events import EventLog, JsonlFollower, read_jsonl
 from rl.failure import last_traceback, log_excerpt
 from rl.launch import find_resume, make_run
 from rl.processes import Process, RunProcesses, _pids
+from rl.progress import Progress
 from rl.summary import summarize
 
 FAKE = REPO_ROOT / "tests" / "fake_trainer.py"
@@ -62,8 +64,8 @@ def assert_nothing_left(run_dir: Path) -> None:
     assert RunProcesses(run_id, Path("/nowhere")).alive() == []
     assert not Path(f"/tmp/lockstep-{run_id}").exists()
     if (run_dir / "left.txt").exists():
-        segment, *children = (run_dir / "left.txt").read_text().split()
-        assert not (Path("/dev/shm") / segment).exists()
+        segment, semaphore, *children = (run_dir / "left.txt").read_text().split()
+        assert not (Path("/dev/shm") / segment).exists() and not (Path("/dev/shm") / semaphore).exists()
         assert not {int(pid) for pid in children} & {pid for pid in _pids() if Process.of(pid).alive()}
     for name in ("config.json", "events.jsonl", "summary.json", "report.html", "logs/trainer.log"):
         assert (run_dir / name).is_file()
@@ -172,6 +174,29 @@ def wait_for(condition, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers what was written."""
+
+    def isatty(self):
+        return True
+
+
+def test_bar_on_a_terminal():
+    screen = Terminal()
+    progress = Progress(3, screen)
+    progress.handle({"event": "stage", "name": "loading model"})
+    progress.tick()
+    assert "loading model  0 s" in screen.getvalue().splitlines()[-1]
+    for step in (1, 2, 3):
+        row = {"reward": 0.25, "accuracy": 0.5, "kl_k3": 2e-5, "tokens_per_s": 900.0}
+        progress.handle({"event": "step", "step": step, "of": 3, **row})
+    progress.handle({"event": "validation", "step": 3, "accuracy": 0.6})
+    progress.close()
+    text = screen.getvalue()
+    assert "reward +0.25  accuracy 50.0%  k3 2.0e-05  900 tokens/s [" in text and "step 3/3 |" in text
+    assert "held-out accuracy 60.0 % after 3 steps" in text
 
 
 def test_foreign_shared_memory_stays(tmp_path):

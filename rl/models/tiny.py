@@ -1,23 +1,17 @@
-"""The tiny model of ``make train``: its tokenizer, its Qwen3-MoE network, its supervised training and its evaluation.
+"""The tiny model of ``make train``: its tokenizer, its Qwen3-MoE network and its accuracy on held-out problems.
 
-A real mixture of experts (8 experts, top-2) of 2.7 M parameters whose shapes are multiples of the blocks and tiles that
-NVFP4, MXFP8 and their kernels want. It is first trained on plain calculations, then on demonstrations half of which end
-in a wrong answer (see ``rl.tiny_math``).
+A real mixture of experts (8 experts, top-2) of 2.7 M parameters, 0.85 M of them active for a token. Its shapes are
+multiples of the blocks of NVFP4 and MXFP8 and of the tiles of their GPU kernels. ``rl.models.tiny_training`` trains it.
 
-Shape suffixes: B sequences, T tokens of a sequence, V vocabulary, N response tokens of a batch.
+Shape suffixes: B sequences, T tokens of a sequence, V vocabulary.
 """
 
-import math
-import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl import tiny_math
 from rl.data import dapo_prompt
@@ -32,7 +26,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MAX_NEW_TOKENS = 40
-IGNORE = -100
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
@@ -105,76 +98,77 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3MoeFo
     return model
 
 
-@dataclass
-class Batch:
-    """``input_ids`` [B, T] and ``labels`` [B, T] (the next token, or ``IGNORE``), both int64, padded on the right."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-
-
-def _collate(examples: list[tuple[list[int], int]], pad: int) -> Batch:
-    """``examples``: (token ids, length of the part that carries no loss)."""
-    width = max(len(ids) for ids, _ in examples) - 1
-    input_ids = torch.full((len(examples), width), pad)
-    labels = torch.full((len(examples), width), IGNORE)
-    for row, (ids, skip) in enumerate(examples):
-        input_ids[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        labels[row, skip - 1 : len(ids) - 1] = torch.tensor(ids[skip:])
-    return Batch(input_ids, labels)
-
-
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Token ids of a problem as a chat prompt that ends where the assistant's turn begins."""
     messages = [{"role": "user", "content": dapo_prompt(text)}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def calculations(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int, width: int = 48) -> Iterator[Batch]:
-    """Endless batches of plain right calculations, the steps of training problems without their words."""
-    problems = tiny_math.stream("train", seed)
-    newline = tokenizer.encode("\n")
-    while True:
-        examples = []
-        for _ in range(batch_size):
-            ids: list[int] = list(newline)
-            while len(ids) < width:
-                ids += tokenizer.encode(tiny_math.worked_solution(next(problems)).rsplit("\n", 1)[0] + "\n")
-            examples.append((ids[:width], 1))
-        yield _collate(examples, tokenizer.pad_token_id)
+@torch.inference_mode()
+def generate(
+    model: Qwen3MoeForCausalLM, prompts: list[list[int]], temperature: float, seed: int = 0
+) -> list[list[int]]:
+    """Continues each prompt until the end-of-turn token (kept) or ``MAX_NEW_TOKENS``.
+
+    Prompts of equal length share a batch, so that nothing is padded and no mask is needed. Temperature 0 is greedy.
+    """
+    by_length: dict[int, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(place)
+    responses: list[list[int]] = [[] for _ in prompts]
+    device = model.device
+    rng = torch.Generator(device).manual_seed(seed)
+    end = model.config.eos_token_id
+    for places in by_length.values():
+        tokens_BT = torch.tensor([prompts[place] for place in places], device=device)
+        cache = DynamicCache(config=model.config)
+        written = []
+        running_B = torch.ones(len(places), dtype=torch.bool, device=device)
+        while len(written) < MAX_NEW_TOKENS and running_B.any():
+            logits_BV = model(input_ids=tokens_BT, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+            if temperature == 0:
+                tokens_BT = logits_BV.argmax(-1, keepdim=True)
+            else:
+                tokens_BT = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=rng)
+            written.append(tokens_BT)
+            running_B &= tokens_BT[:, 0] != end
+        for place, ids in zip(places, torch.cat(written, 1).tolist(), strict=True):
+            responses[place] = ids[: ids.index(end) + 1] if end in ids else ids
+    return responses
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int) -> Iterator[Batch]:
-    """Endless batches of chat demonstrations, half of them flawed; sequences of like length share a batch."""
-    problems = tiny_math.stream("train", seed)
-    rng = random.Random(f"demonstrations:{seed}")
-    while True:
-        pool = []
-        for _ in range(16 * batch_size):
-            problem = next(problems)
-            prompt = prompt_ids(tokenizer, problem.text)
-            answer = tokenizer.encode(tiny_math.demonstration(problem, rng)) + [tokenizer.eos_token_id]
-            pool.append((prompt + answer, len(prompt)))
-        pool.sort(key=lambda example: len(example[0]))
-        batches = [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
-        rng.shuffle(batches)
-        for batch in batches:
-            yield _collate(batch, tokenizer.pad_token_id)
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of right answers on held-out problems, in [0, 1], and mean lengths in tokens."""
+
+    greedy: float
+    sampled: float
+    """At temperature 1."""
+    prompt_tokens: float
+    response_tokens: float
+    problems: int
+    samples: int
+    """Samples a problem at temperature 1."""
 
 
-def loss_of(model: Qwen3MoeForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean cross-entropy over the labelled tokens, load-balancing loss over all tokens)."""
-    output = model.model(input_ids=batch.input_ids, use_cache=False, output_router_logits=True)
-    chosen = batch.labels != IGNORE
-    logits_NV = model.lm_head(output.last_hidden_state[chosen])
-    loss = torch.nn.functional.cross_entropy(logits_NV, batch.labels[chosen])
-    config = model.config
-    balance = load_balancing_loss_func(output.router_logits, config.num_experts, config.num_experts_per_tok)
-    return loss, balance
+def evaluate(
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[tiny_math.Problem],
+    samples: int = 4,
+    seed: int = 0,
+) -> Accuracy:
+    """Accuracy of ``model``, greedy and at temperature 1, judged by the reward function of the training run."""
+    model.eval()
+    prompts = [prompt_ids(tokenizer, problem.text) for problem in problems]
 
+    def share_correct(repeats: int, temperature: float) -> tuple[float, float]:
+        responses = generate(model, prompts * repeats, temperature, seed)
+        texts = tokenizer.batch_decode(responses)
+        right = [score(text, str(p.answer)).correct for text, p in zip(texts, problems * repeats, strict=True)]
+        return sum(right) / len(right), sum(map(len, responses)) / len(responses)
 
-def _learning_rate(done: float, peak: float, warmup: float = 0.04) -> float:
-    """Linear warm-up, then a cosine down to a hundredth of ``peak``; ``done`` in [0, 1]."""
-    if done < warmup:
-        return peak * done / warmup
-    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup))))
+    greedy, _ = share_correct(1, 0.0)
+    sampled, response_tokens = share_correct(samples, 1.0)
+    prompt_tokens = sum(map(len, prompts)) / len(prompts)
+    return Accuracy(greedy, sampled, prompt_tokens, response_tokens, len(problems), samples)
