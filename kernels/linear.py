@@ -5,6 +5,8 @@ of the compute dtype (a CPU without bfloat16 instructions is ten times slower in
 GPU they are the library's GEMM. Legend: S rows, K inputs, N outputs, E experts.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -59,7 +61,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _groups(offsets: tuple[int, ...]):
-    for expert, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for expert, (start, end) in enumerate(itertools.pairwise(offsets)):
         if end > start:
             yield expert, slice(start, end)
 

@@ -14,7 +14,9 @@ from kernels import mxfp8, nvfp4
 from quant import activations
 
 BACKENDS = ("emulation", "marlin", "flashinfer_w4a4")
-_DECODE_BYTES = 64 << 20  # decoded weights held at a time in a grouped product
+_DECODE_BYTES = (
+    8 << 20
+)  # decoded weights held at a time in a grouped product; more leaves the cache (and malloc's heap)
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,17 +55,25 @@ def operand(hidden: torch.Tensor, is_mxfp8: bool, backend: str, input_scale: tor
 def decode_weight(
     packed: tuple[torch.Tensor, ...], backend: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight in `dtype` (a matrix or a stack) and the global scale left for the accumulator (None, [] or [E]).
+    """Weight values of `dtype` (a matrix or a stack) and the global scale left for the accumulator (None, [] or [E]).
 
-    `packed`: MXFP8's (data, scale) bytes or NVFP4's (packed, scale, global) bytes.
+    `packed`: MXFP8's (data, scale) bytes or NVFP4's (packed, scale, global) bytes. On CPU, which multiplies in float32,
+    the values come as float32 and are rounded to `dtype` only where that changes them: code * scale has at most six
+    significant bits, so a power-of-two global scale leaves nothing to round.
     """
+    on_cpu = packed[0].device.type == "cpu"
+    decoded = torch.float32 if on_cpu else dtype
     if len(packed) == 2:
-        return mxfp8.decode(*packed, dtype), None
+        return mxfp8.decode(*packed, decoded), None
     values, scale, global_bytes = packed
     factor = as_float(global_bytes).reshape(values.shape[:-2])
     in_weight = factor if backend == "emulation" else None
-    weight = nvfp4.decode(values, scale.view(torch.float8_e4m3fn), in_weight, dtype)
-    return weight, None if backend == "emulation" else factor
+    weight = nvfp4.decode(values, scale.view(torch.float8_e4m3fn), in_weight, decoded)
+    if in_weight is None:
+        return weight, factor
+    if on_cpu and dtype != torch.float32 and bool((factor.view(torch.int32) & 0x7FFFFF).any()):
+        weight = weight.to(dtype).float()
+    return weight, None
 
 
 def _alpha(factor: torch.Tensor | None, backend: str, input_scale: torch.Tensor | None) -> torch.Tensor | None:

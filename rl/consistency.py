@@ -107,11 +107,11 @@ class ConsistencyReport:
     def summary(self) -> str:
         """One line for the console."""
         base, adapter = self.weights.get("base", {}), self.weights.get("adapter", {})
-        replayed = self.logprobs.get("replayed", {})
+        routing, replayed = self.routing, self.logprobs.get("replayed", {})
         return (
-            f"{self.verdict}: {base.get('tensors', 0)} base and {adapter.get('tensors', 0)} adapter tensors compared, "
-            f"routing {self.routing.get('free_agreement', 1):.4f} free / {self.routing.get('replayed_agreement', 1):.4f} "
-            f"replayed, k3 {replayed.get('kl_k3', float('nan')):.2e}, worst |delta logp| {replayed.get('max_abs', 0):.2e}"
+            f"{self.verdict}: {base.get('tensors', 0)} base and {adapter.get('tensors', 0)} adapter tensors, "
+            f"routing {routing.get('free_agreement', 1):.4f} free / {routing.get('replayed_agreement', 1):.4f} "
+            f"replayed, k3 {replayed.get('kl_k3', 0):.2e}, worst |delta logp| {replayed.get('max_abs', 0):.2e}"
         )
 
 
@@ -124,13 +124,15 @@ def compare_digests(trainer: dict[str, dict], engine: dict[str, dict]) -> list[s
 
 
 def logprob_stats(trainer: list[list[float]], engine: list[list[float]]) -> dict[str, float]:
-    """Mismatch of log-probs over all tokens: k1 = -mean d, k3 = mean(exp d - 1 - d), |d|, Pearson; d = trainer - engine."""
+    """Mismatch over all tokens: k1 = -mean d, k3 = mean(exp d - 1 - d), |d|, Pearson; d = trainer - engine."""
     a = np.concatenate([np.asarray(x, dtype=np.float64) for x in trainer])
     b = np.concatenate([np.asarray(x, dtype=np.float64) for x in engine])
     delta = a - b
     absolute = np.abs(delta)
     varied = a.size > 1 and a.std() > 0 and b.std() > 0
-    worst = [float(np.abs(np.asarray(x) - np.asarray(y)).mean()) for x, y in zip(trainer, engine, strict=True) if len(x)]
+    worst = [
+        float(np.abs(np.asarray(x) - np.asarray(y)).mean()) for x, y in zip(trainer, engine, strict=True) if len(x)
+    ]
     return {
         "mean_abs": float(absolute.mean()),
         "p99_abs": float(np.quantile(absolute, 0.99)),
@@ -159,7 +161,9 @@ def _check_weights(report: ConsistencyReport, trainer: TrainerSide, engine: Engi
             report.fail(f"weights: {len(mismatched)} {kind} tensors differ, first {mismatched[0]}")
 
 
-def _check_numbers(report: ConsistencyReport, sequences: list[Sequence], score: TrainerScore, limits: Thresholds) -> None:
+def _check_numbers(
+    report: ConsistencyReport, sequences: list[Sequence], score: TrainerScore, limits: Thresholds
+) -> None:
     engine = [sequence.logprobs for sequence in sequences]
     report.logprobs = {
         "tokens": sum(len(x) for x in engine),
@@ -176,7 +180,8 @@ def _check_numbers(report: ConsistencyReport, sequences: list[Sequence], score: 
         "free_agreement": mean(score.agreement),
         "replayed_agreement": mean(score.agreement_replayed),
         "per_layer": [
-            {"layer": layer, "free": score.agreement[layer], "replayed": score.agreement_replayed[layer]} for layer in layers
+            {"layer": layer, "free": score.agreement[layer], "replayed": score.agreement_replayed[layer]}
+            for layer in layers
         ],
         "not_replayed": score.not_replayed,
     }
@@ -269,4 +274,6 @@ def _probe(report, trainer, engine, prompts, ids, base, max_tokens: int, limits:
     if report.probe["zero_adapter_effect"] > limits.mean_abs_logp:
         report.fail(f"probe: a zero adapter moves log-probs by {report.probe['zero_adapter_effect']:.2e}")
     if not perturbed["kl_k3"] <= limits.kl_k3:
-        report.fail(f"probe: with a random adapter replayed kl_k3 is {perturbed['kl_k3']:.2e}, above {limits.kl_k3:.1e}")
+        report.fail(
+            f"probe: with a random adapter replayed kl_k3 is {perturbed['kl_k3']:.2e}, above {limits.kl_k3:.1e}"
+        )

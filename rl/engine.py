@@ -1,4 +1,4 @@
-"""The FSDP2 training engine that verl drives: packed frozen base, float32 adapter masters, routing replay, proof of sync.
+"""The FSDP2 training engine that verl drives: packed base, float32 adapter masters, routing replay, proof of sync.
 
 Registered with verl for cpu and for NVIDIA GPUs; loaded through `actor_rollout_ref.model.external_lib`. Everything else
 of the step (dispatch, micro-batches, loss, optimizer, clipping, schedule) is verl's.
@@ -15,7 +15,13 @@ from rl.settings import EngineSettings
 from rollout.patching import patch_target
 
 EngineRegistry = patch_target("verl.workers.engine.base:EngineRegistry")
-for _name in ("_build_module", "_build_lora_module", "_build_fsdp_module", "get_per_tensor_param", "prepare_model_inputs"):
+for _name in (
+    "_build_module",
+    "_build_lora_module",
+    "_build_fsdp_module",
+    "get_per_tensor_param",
+    "prepare_model_inputs",
+):
     patch_target(f"verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.{_name}")
 
 
@@ -36,7 +42,9 @@ class LockstepEngine(FSDPEngineWithLMHead):
         if self.settings.adapter is not None:
             lora.load_peft(self.trainer_model.model, Path(self.settings.adapter))
         if self.model_config.enable_gradient_checkpointing:
-            self.trainer_model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.trainer_model.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         self.probe = TrainerProbe(self.trainer_model)
         return self.trainer_model.model
 
@@ -54,13 +62,13 @@ class LockstepEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch):
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         routing, model = self.trainer_model.routing, self.trainer_model
-        routing.ids = None
+        routing.begin(None)
         routed = micro_batch.get("routed_experts", None)
         if routed is not None and model.moe_layers:
             lengths = micro_batch["input_ids"].offsets().diff().tolist()
             width = None if inputs["attention_mask"] is None else inputs["input_ids"].shape[1]
             ids = replay.layout(list(routed.unbind()), lengths, width, model.moe_layers, model.num_experts)
-            routing.ids = ids.to(inputs["input_ids"].device)
+            routing.begin(ids.to(inputs["input_ids"].device))
         return inputs, output_args
 
     def forward_step(self, micro_batch, loss_function, forward_only):
@@ -71,11 +79,17 @@ class LockstepEngine(FSDPEngineWithLMHead):
         output["metrics"].update(stats.routing_metrics(self.trainer_model.routing, micro_batch))
         return loss, output
 
+    def disable_adapter(self):
+        """The base alone, which verl asks for as the reference of a KL penalty."""
+        return lora.disabled(self.trainer_model.model)
+
     # ---- sync and proof -------------------------------------------------------------------------------------------
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """Canonical adapter tensors on CPU as the engine must hold them (collective)."""
-        return {name: tensor.cpu().contiguous() for name, tensor in lora.engine_tensors(self.trainer_model.model).items()}
+        return {
+            name: tensor.cpu().contiguous() for name, tensor in lora.engine_tensors(self.trainer_model.model).items()
+        }
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **_kwargs):
         """Only adapter tensors ever leave the trainer; the engine loads the base from the same checkpoint."""

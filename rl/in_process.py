@@ -52,7 +52,9 @@ class InProcessSide:
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
         return [
-            Sequence(s.prompt_ids, s.response_ids, s.logprobs, None if s.routed_experts is None else s.routed_experts.numpy())
+            Sequence(
+                s.prompt_ids, s.response_ids, s.logprobs, None if s.routed_experts is None else s.routed_experts.numpy()
+            )
             for s in self.engine.generate(prompts, max_tokens)
         ]
 
@@ -66,7 +68,9 @@ class InProcessPair:
     vLLM is started first: it sets up torch.distributed for itself, which the trainer's mesh then joins.
     """
 
-    def __init__(self, path: Path, spec: lora.LoRASpec, options: EngineOptions, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, path: Path, spec: lora.LoRASpec, options: EngineOptions, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.engine = InProcessEngine(path, options)
         self.trainer_model = modeling.build(path, spec, dtype=dtype)
         shard(self.trainer_model.model, dtype)

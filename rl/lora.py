@@ -8,6 +8,8 @@ forward. Legend: r rank, E experts, H hidden, I intermediate, S rows sorted by e
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,8 +157,12 @@ def inject(model: nn.Module, spec: LoRASpec) -> list[str]:
     """Wrap the target modules of `model` in place, in module order; returns their names.
 
     Raises:
-        AdapterError: a target matches nothing in the model.
+        AdapterError: a target matches nothing in the model, or experts are to have dropout.
     """
+    if spec.dropout and "experts" in spec.targets:
+        raise AdapterError(
+            f"model.lora_dropout = {spec.dropout}: adapters of experts have no dropout (nor in PEFT); set it to 0"
+        )
     generator = torch.Generator().manual_seed(spec.seed)
     adapted: list[str] = []
     for name, module in list(model.named_modules()):
@@ -182,6 +188,25 @@ def adapters(model: nn.Module) -> dict[str, "LoRALinear | LoRAExperts"]:
         elif isinstance(module, QuantExperts) and module.adapter is not None:
             found[name] = module.adapter
     return found
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Within it the model is its base alone (the reference of a KL penalty)."""
+    linears = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    kept = [module.adapter for module in experts]
+    try:
+        for module in linears:
+            module.enabled = False
+        for module in experts:
+            module.adapter = None
+        yield
+    finally:
+        for module in linears:
+            module.enabled = True
+        for module, adapter in zip(experts, kept, strict=True):
+            module.adapter = adapter
 
 
 def engine_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -249,7 +274,8 @@ def save_peft(model: nn.Module, spec: LoRASpec, folder: Path, base: str) -> None
         "lora_dropout": spec.dropout,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": linear_modules + ([] if shared or not expert_names else ["gate_proj", "up_proj", "down_proj"]),
+        "target_modules": linear_modules
+        + ([] if shared or not expert_names else ["gate_proj", "up_proj", "down_proj"]),
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if shared and expert_names else None,
     }
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
@@ -289,23 +315,47 @@ def load_peft(model: nn.Module, folder: Path) -> None:
     """Load an adapter that `save_peft` wrote into the injected (not yet sharded) modules of `model`.
 
     Raises:
-        AdapterError: missing or left-over tensors, other shapes, or an initialisation that changed the base.
+        AdapterError: missing or left-over tensors, another rank, scaling or shape, or an initialisation that changed
+            the base.
     """
-    config = json.loads((folder / "adapter_config.json").read_text())
+    _check_config(json.loads((folder / "adapter_config.json").read_text()), model, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, adapter in adapters(model).items():
+        if isinstance(adapter, LoRALinear):
+            for factor in ("lora_A", "lora_B"):
+                _assign(
+                    getattr(adapter, factor), tensors.pop(f"{PEFT_PREFIX}{name}.{factor}.weight", None), name, folder
+                )
+        else:
+            _load_experts(adapter, name, tensors, folder)
+    if tensors:
+        raise AdapterError(
+            f"{folder}: {len(tensors)} tensors match no adapted module, for example {next(iter(tensors))}"
+        )
+
+
+def _check_config(config: dict, model: nn.Module, folder: Path) -> None:
+    """Refuse what the tensors do not show: a changed base, another scaling, a rank or scaling of a module's own."""
     if config.get("init_lora_weights") not in (None, True, False, "gaussian"):
         raise AdapterError(
             f"{folder}: init_lora_weights={config['init_lora_weights']!r} changed the base weights; convert the adapter "
             "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name, adapter in adapters(model).items():
-        if isinstance(adapter, LoRALinear):
-            for factor in ("lora_A", "lora_B"):
-                _assign(getattr(adapter, factor), tensors.pop(f"{PEFT_PREFIX}{name}.{factor}.weight", None), name, folder)
-        else:
-            _load_experts(adapter, name, tensors, folder)
-    if tensors:
-        raise AdapterError(f"{folder}: {len(tensors)} tensors match no adapted module, for example {next(iter(tensors))}")
+    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+        if config.get(key):
+            raise AdapterError(
+                f"{folder}: {key}={config[key]!r} is another adapter than the recipe's; only plain LoRA loads"
+            )
+    rank, alpha = config["r"], config["lora_alpha"]
+    for adapter in adapters(model).values():
+        own = (adapter.lora_A if isinstance(adapter, LoRALinear) else adapter.down_A).shape[-2]
+        if rank != own:
+            raise AdapterError(f"{folder}: the adapter has rank {rank}, the recipe {own}; set model.lora_rank={rank}")
+        if not math.isclose(alpha / rank, adapter.scaling):
+            raise AdapterError(
+                f"{folder}: the adapter's scaling is {alpha}/{rank}, the recipe's {adapter.scaling}; "
+                f"set model.lora_alpha={alpha}"
+            )
 
 
 def _load_experts(adapter: LoRAExperts, name: str, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -313,7 +363,10 @@ def _load_experts(adapter: LoRAExperts, name: str, tensors: dict[str, torch.Tens
     if slices == 1:
         rank = adapter.down_A.shape[1]
         prefix = f"{PEFT_PREFIX}{name}"
-        a, b = tensors.pop(f"{prefix}.base_layer.lora_A.weight", None), tensors.pop(f"{prefix}.base_layer.lora_B.weight", None)
+        a, b = (
+            tensors.pop(f"{prefix}.base_layer.lora_A.weight", None),
+            tensors.pop(f"{prefix}.base_layer.lora_B.weight", None),
+        )
         down_a, down_b = tensors.pop(f"{prefix}.lora_A.weight", None), tensors.pop(f"{prefix}.lora_B.weight", None)
         if any(t is None for t in (a, b, down_a, down_b)):
             raise AdapterError(f"{folder}: {name} lacks fused expert tensors; check share_gate_up_a and lora_targets")

@@ -16,13 +16,14 @@ from kernels.linear import linear
 from quant.modules import load_model
 from rl import lora, replay
 
-
 CPU_ATTENTION = "lockstep_float32"
 
 
 def _float32_attention(module, query, key, value, attention_mask, **kwargs):
     """sdpa in float32 with one rounding of the output, as the engine's CPU attention is run."""
-    output, weights = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **kwargs)
+    output, weights = sdpa_attention_forward(
+        module, query.float(), key.float(), value.float(), attention_mask, **kwargs
+    )
     return output.to(query.dtype), weights
 
 
@@ -43,12 +44,14 @@ class TrainerModel:
 
 
 class FrozenLinear(nn.Module):
-    """An unquantised frozen linear layer (lm_head, bf16 models) with float32 accumulation on CPU; see kernels.linear."""
+    """An unquantised frozen linear layer (lm_head, bf16 models) with float32 accumulation on CPU (kernels.linear)."""
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
         if source.bias is not None:
-            raise ValueError("a frozen linear layer with bias has no rounding point defined; add it to docs/numerics.md")
+            raise ValueError(
+                "a frozen linear layer with bias has no rounding point defined; add it to docs/numerics.md"
+            )
         self.in_features, self.out_features = source.in_features, source.out_features
         self.weight = source.weight
 

@@ -12,6 +12,7 @@ server answers {"pid": n} and later {"status": wait status}. A closed connection
 """
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -23,7 +24,7 @@ import sys
 import threading
 from pathlib import Path
 
-STUB = '''#!{python} -IS
+STUB = """#!{python} -IS
 import os, sys
 line = " ".join(sys.argv[1:])
 if not any(name in line for name in {warm!r}):
@@ -61,7 +62,7 @@ if os.WIFSIGNALED(status):
     signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.WEXITSTATUS(status))
-'''
+"""
 
 
 # What is worth a warm interpreter: Ray's workers, and vLLM's engine process. Ray's agents must stay children of the
@@ -193,10 +194,8 @@ class _Server:
         connection = self.connections.pop(pid)
         self.selector.unregister(connection)
         connection.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def _become(self, request: dict, files: list[int], connection: socket.socket) -> None:
         """In the forked child: take the stub's place and run what it was asked to run. Never returns."""
@@ -221,10 +220,8 @@ class _Server:
 
 
 def _answer(connection: socket.socket, answer: dict) -> None:
-    try:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a killed stub is handled by the loop
         connection.sendall(json.dumps(answer).encode() + b"\n")
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the stub was killed; its closed connection is handled by the loop
 
 
 def _place_files(targets: list[int], received: list[int]) -> None:

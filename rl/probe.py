@@ -59,7 +59,9 @@ class TrainerProbe:
         self._kept = {}
 
     def adapter_is_zero(self) -> bool:
-        return not any(bool(tensor.any()) for name, tensor in lora.engine_tensors(self.model).items() if name.endswith("B"))
+        return not any(
+            bool(tensor.any()) for name, tensor in lora.engine_tensors(self.model).items() if name.endswith("B")
+        )
 
     @torch.no_grad()
     def score(self, sequences: list[Sequence]) -> TrainerScore:
@@ -83,7 +85,9 @@ class TrainerProbe:
             for enabled in (False, True):
                 routing.ids, routing.enabled, routing.recording = known, enabled, {}
                 logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                outcomes.append((self._response_logprobs(logits, ids, sequences), self._agreement(routing.recording, known)))
+                outcomes.append(
+                    (self._response_logprobs(logits, ids, sequences), self._agreement(routing.recording, known))
+                )
         finally:
             routing.ids, routing.enabled, routing.recording = None, was_enabled, None
             routing.take_counts()

@@ -35,7 +35,9 @@ class RayNode:
             output, _ = self.process.communicate(timeout=START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise RuntimeError(f"ray start took more than {START_TIMEOUT_S} s; see {self.folder}/session_latest/logs") from None
+            raise RuntimeError(
+                f"ray start took more than {START_TIMEOUT_S} s; see {self.folder}/session_latest/logs"
+            ) from None
         if self.process.returncode:
             lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
             raise RuntimeError(f"ray start failed: {lines[-1].strip()}; see {self.folder}/session_latest/logs")
@@ -52,7 +54,9 @@ def start(folder: Path, *, num_cpus: int, num_gpus: int | None, object_store_byt
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     if num_gpus is not None:
         command.append(f"--num-gpus={num_gpus}")
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     return RayNode(process, f"127.0.0.1:{port}", folder)
 
 

@@ -40,6 +40,10 @@ class RoutingReplay:
     counts: dict[int, LayerCount] = field(default_factory=dict)
     recording: dict[int, torch.Tensor] | None = None
 
+    def begin(self, ids: torch.Tensor | None) -> None:
+        """Start a micro-batch with its ids; what recomputation counted a second time after the last one is dropped."""
+        self.ids, self.counts = ids, {}
+
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Ids [T, K] that the router of `layer` must use, given its own choice `own` [T, K]."""
         used = own if self.ids is None else self._replayed(layer, own)
@@ -52,7 +56,6 @@ class RoutingReplay:
         if ids.shape != own.shape:
             raise ReplayError(f"layer {layer}: {tuple(ids.shape)} replayed ids for {tuple(own.shape)} routed rows")
         known = ids[:, 0] != UNKNOWN
-        # Under recomputation the same rows come twice: counts are ratios, so this does not bias them.
         count = self.counts.setdefault(layer, LayerCount())
         count.rows += int(known.sum())
         count.agree += int((own.sort(-1).values == ids.sort(-1).values).all(-1)[known].sum())
@@ -108,13 +111,22 @@ def install(model: nn.Module, replay: RoutingReplay, matmul: Callable) -> int:
 def check_ids(ids: torch.Tensor, layers: Sequence[int], experts: int, sequence: int) -> None:
     """Refuse engine ids [n, L, K] that cannot be a routing: out of range, or one expert twice for a token.
 
-    Rows that the engine never wrote are all zero, which is one expert twice: they are an error too, not a silent route.
+    Rows that the engine marks as not computed (UNKNOWN throughout) pass. Rows that it never wrote are all zero, which is
+    one expert twice: they are an error, not a silent route.
     """
-    if ids.shape[0] == 0:
-        return
+    if ids.shape[1] <= max(layers):
+        raise ReplayError(
+            f"sequence {sequence}: expert ids of {ids.shape[1]} layers, but layer {max(layers)} has a router"
+        )
     used = ids[:, list(layers)]
+    known = (used != UNKNOWN).flatten(1).any(1)
+    tokens, used = known.nonzero().squeeze(1).tolist(), used[known]
+    if not tokens:
+        return
     if bool(((used < 0) | (used >= experts)).any()):
-        raise ReplayError(f"sequence {sequence}: expert ids outside 0..{experts - 1} (found {int(used.min())}..{int(used.max())})")
+        raise ReplayError(
+            f"sequence {sequence}: expert ids outside 0..{experts - 1} (found {int(used.min())}..{int(used.max())})"
+        )
     if used.shape[-1] < 2:
         return
     ordered = used.sort(-1).values
@@ -123,7 +135,7 @@ def check_ids(ids: torch.Tensor, layers: Sequence[int], experts: int, sequence: 
         row, column = twice.nonzero()[0].tolist()
         zero = "rows the engine did not write" if not used[row].any() else "a duplicate id"
         raise ReplayError(
-            f"sequence {sequence}, token {row}, layer {layers[column]}: ids {used[row, column].tolist()}: {zero}; "
+            f"sequence {sequence}, token {tokens[row]}, layer {layers[column]}: ids {used[row, column].tolist()}: {zero}; "
             "check enable_return_routed_experts and prefix caching in the engine"
         )
 

@@ -27,9 +27,8 @@ class RunFolder:
     def step(self, step: int, metrics: dict[str, float], of: int) -> None:
         self._log.step(step, of, {key: value for key, value in metrics.items() if key in METRIC_KEYS})
 
-    def validation(self, step: int, accuracy: float, seconds: float) -> None:
+    def validation(self, step: int, accuracy: float) -> None:
         self._log.validation(step, accuracy)
-        self._log.note(f"held-out accuracy after step {step}: {accuracy:.1%} ({seconds:.1f} s)")
 
     def write_consistency(self, report: ConsistencyReport) -> None:
         """Write consistency.json (the newest report; earlier ones are kept as consistency-STEP.json) and an event."""

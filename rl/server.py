@@ -1,4 +1,4 @@
-"""verl's vLLM server and replica with what lockstep adds: answers from the workers, probes, and no silent base rollouts.
+"""verl's vLLM server and replica with answers from the workers, probes, and no silent rollouts of the base.
 
 Imported in Ray actors that run the engine, and by verl's registry when the controller starts replicas.
 """
@@ -27,7 +27,7 @@ class LockstepServer(vLLMHttpServer):
         return "rl.extension.LockstepWorkerExtension"
 
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-        """As verl's, without turning tokens into text: rollouts are token ids, and the text costs a third of a CPU step."""
+        """As verl's, without turning tokens into text: nobody reads it, and it costs a third of a CPU step."""
         return await super().generate(prompt_ids, {**sampling_params, "detokenize": False}, request_id, **kwargs)
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
@@ -37,7 +37,9 @@ class LockstepServer(vLLMHttpServer):
     async def set_global_steps(self, global_steps: int) -> None:
         """Called by verl after each sync. verl's generate falls back to the base when no adapter is loaded: refuse."""
         if self.lora_as_adapter and ADAPTER_ID not in await self.engine.list_loras():
-            raise RuntimeError(f"after the sync of step {global_steps} the engine has no adapter: rollouts would use the base")
+            raise RuntimeError(
+                f"after the sync of step {global_steps} the engine has no adapter: rollouts would use the base"
+            )
         await super().set_global_steps(global_steps)
 
     async def probe_generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict]:

@@ -30,7 +30,7 @@ def _response_tokens(log_probs: torch.Tensor, micro_batch) -> tuple[torch.Tensor
 @torch.no_grad()
 def mismatch_metrics(log_probs: torch.Tensor, micro_batch) -> dict[str, Metric]:
     """k1, k3, |delta logp| and IS-ratio sums and extremes of one micro-batch (ratio = trainer / rollout)."""
-    if "old_log_probs" not in micro_batch.keys():
+    if "old_log_probs" not in micro_batch.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
         return {}
     trainer, rollout = _response_tokens(log_probs, micro_batch)
     delta = trainer - rollout
@@ -59,7 +59,9 @@ def routing_metrics(routing, micro_batch) -> dict[str, Metric]:
     rows = micro_batch["input_ids"].values().numel() * len(counts)
     metrics = {
         f"{PREFIX}/sum/rows": Metric("sum", float(rows)),
-        f"{PREFIX}/sum/replayed": Metric("sum", float(sum(c.rows for c in counts.values())) if routing.enabled else 0.0),
+        f"{PREFIX}/sum/replayed": Metric(
+            "sum", float(sum(c.rows for c in counts.values())) if routing.enabled else 0.0
+        ),
         f"{PREFIX}/sum/known": Metric("sum", float(sum(c.rows for c in counts.values()))),
         f"{PREFIX}/sum/agree": Metric("sum", float(sum(c.agree for c in counts.values()))),
     }

@@ -200,9 +200,7 @@ def main(run_dir: str) -> int:
         train_file=train_file,
         val_file=val_file,
     )
-    validate_config(
-        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-    )
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     folder.stage("starting the controller")
     try:
         run_ppo(config, task_runner_class=task_runner_class())

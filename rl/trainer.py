@@ -76,7 +76,9 @@ class LockstepTrainer(PPOTrainerSync):
         for worker in self.engine_side.adapter_digests():
             differing = compare_digests(ours, worker)
             if differing:
-                raise GateError(f"after the sync of step {step} {len(differing)} adapter tensors differ, first {differing[0]}")
+                raise GateError(
+                    f"after the sync of step {step} {len(differing)} adapter tensors differ, first {differing[0]}"
+                )
 
     def _gate(self, step: int, probe: bool) -> ConsistencyReport:
         recipe = self.folder.recipe
@@ -95,18 +97,19 @@ class LockstepTrainer(PPOTrainerSync):
         prompts = []
         for index in range(min(count, len(self.val_dataset))):
             messages = self.val_dataset[index]["raw_prompt"]
-            prompts.append(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+            prompts.append(
+                self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            )
         return prompts
 
     # ---- run folder -----------------------------------------------------------------------------------------------
 
     def _validate(self):
-        started = time.monotonic()
         metrics = super()._validate()
         accuracy = next((v for k, v in metrics.items() if k.startswith("val-core/") and "/acc/mean@" in k), None)
         if accuracy is None:
             raise RuntimeError(f"verl reported no held-out accuracy among {sorted(metrics)}")
-        self.folder.validation(self.global_steps, float(accuracy), time.monotonic() - started)
+        self.folder.validation(self.global_steps, float(accuracy))
         return metrics
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
@@ -119,7 +122,9 @@ class LockstepTrainer(PPOTrainerSync):
 
 def row(metrics: dict, timing: dict[str, float]) -> dict:
     """One row of metrics.jsonl from verl's metrics and timings (seconds)."""
-    out = stats.finish({key: float(value) for key, value in metrics.items() if key.startswith(("actor/lockstep", "lockstep"))})
+    out = stats.finish(
+        {key: float(value) for key, value in metrics.items() if key.startswith(("actor/lockstep", "lockstep"))}
+    )
     for name, key in (
         ("reward", "critic/score/mean"),
         ("response_length", "response_length/mean"),
@@ -144,5 +149,3 @@ def row(metrics: dict, timing: dict[str, float]) -> dict:
     if out.get("tokens") and out.get("time_step"):
         out["tokens_per_s"] = out["tokens"] / out["time_step"]
     return out
-
-

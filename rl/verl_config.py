@@ -50,6 +50,55 @@ def _correction(recipe: Recipe) -> dict:
     return correction
 
 
+def _data(recipe: Recipe) -> dict:
+    data = recipe.data
+    return {
+        "train_batch_size": data.batch_size,
+        "max_prompt_length": data.max_prompt_length,
+        "max_response_length": data.max_response_length,
+        "filter_overlong_prompts": False,
+        "truncation": "error",
+        "shuffle": data.shuffle,
+        "seed": recipe.seed,
+        "dataloader_num_workers": 0,
+        "val_max_samples": data.val_limit or -1,
+    }
+
+
+def _model(recipe: Recipe, settings: EngineSettings) -> dict:
+    model = recipe.model
+    return {
+        "path": model.path,
+        "external_lib": "rl.engine",
+        "trust_remote_code": model.trust_remote_code,
+        "lora_rank": model.lora_rank,
+        # verl wants a whole number and uses it nowhere here; the scaling comes from lora.lockstep.
+        "lora_alpha": max(1, round(model.lora_alpha)),
+        "lora": {"lockstep": settings.to_verl()},
+        "override_config": {"attn_implementation": model.attn_implementation},
+        "use_remove_padding": False,
+        "enable_gradient_checkpointing": model.gradient_checkpointing,
+    }
+
+
+def _trainer(recipe: Recipe, run_dir: str) -> dict:
+    trainer = recipe.trainer
+    return {
+        "n_gpus_per_node": trainer.gpus_per_node,
+        "nnodes": trainer.nodes,
+        "total_epochs": 10**6,
+        "total_training_steps": trainer.steps,
+        "test_freq": trainer.val_every or trainer.steps,
+        "val_before_train": trainer.val_before_train,
+        "save_freq": trainer.save_every or -1,
+        "resume_mode": "disable",
+        "logger": list(trainer.logger),
+        "project_name": trainer.project_name,
+        "experiment_name": Path(run_dir).name,
+        "default_local_dir": str(Path(run_dir) / "checkpoints"),
+    }
+
+
 def _actor(recipe: Recipe) -> dict:
     algorithm, optim, trainer = recipe.algorithm, recipe.optim, recipe.trainer
     dynamic = trainer.max_tokens_per_micro_batch is not None
@@ -176,7 +225,6 @@ def to_verl(
     with initialize_config_module("verl.trainer.config", version_base=None):
         base = compose("ppo_trainer")
     OmegaConf.set_struct(base, False)
-    data, trainer = recipe.data, recipe.trainer
     settings = engine_settings(recipe, backend)
     override = {
         "algorithm": {
@@ -185,55 +233,19 @@ def to_verl(
             "use_kl_in_reward": False,
             "rollout_correction": _correction(recipe),
         },
-        "data": {
-            "train_files": train_file,
-            "val_files": val_file,
-            "train_batch_size": data.batch_size,
-            "max_prompt_length": data.max_prompt_length,
-            "max_response_length": data.max_response_length,
-            "filter_overlong_prompts": False,
-            "truncation": "error",
-            "shuffle": data.shuffle,
-            "seed": recipe.seed,
-            "dataloader_num_workers": 0,
-            "val_max_samples": data.val_limit or -1,
-        },
+        "data": {"train_files": train_file, "val_files": val_file, **_data(recipe)},
         "actor_rollout_ref": {
-            "model": {
-                "path": recipe.model.path,
-                "external_lib": "rl.engine",
-                "trust_remote_code": recipe.model.trust_remote_code,
-                "lora_rank": recipe.model.lora_rank,
-                "lora_alpha": max(1, round(recipe.model.lora_alpha)),  # unused: scaling is lockstep.lora_alpha, which need not be whole
-                "lora": {"lockstep": settings.to_verl()},
-                "override_config": {"attn_implementation": recipe.model.attn_implementation},
-                "use_remove_padding": False,
-                "enable_gradient_checkpointing": recipe.model.gradient_checkpointing,
-            },
+            "model": _model(recipe, settings),
             "actor": _actor(recipe),
             "rollout": _rollout(recipe, cuda),
-            "ref": {"log_prob_micro_batch_size_per_gpu": trainer.micro_batch_size},
+            "ref": {"log_prob_micro_batch_size_per_gpu": recipe.trainer.micro_batch_size},
         },
         "reward": {
             "num_workers": 1,
             "custom_reward_function": {"path": str(REWARD_FILE), "name": "compute_score"},
         },
         "transfer_queue": {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}},
-        "trainer": {
-            "device": "cuda" if cuda else "cpu",
-            "n_gpus_per_node": trainer.gpus_per_node,
-            "nnodes": trainer.nodes,
-            "total_epochs": 10**6,
-            "total_training_steps": trainer.steps,
-            "test_freq": trainer.val_every or trainer.steps,
-            "val_before_train": trainer.val_before_train,
-            "save_freq": trainer.save_every or -1,
-            "resume_mode": "disable",
-            "logger": list(trainer.logger),
-            "project_name": trainer.project_name,
-            "experiment_name": Path(run_dir).name,
-            "default_local_dir": str(Path(run_dir) / "checkpoints"),
-        },
+        "trainer": {"device": "cuda" if cuda else "cpu", **_trainer(recipe, run_dir)},
         "ray_kwargs": _ray(recipe, cuda, ray_tmp, ray_address, py_executable),
     }
     config = OmegaConf.merge(base, override)

@@ -61,7 +61,6 @@ class CpuPunicaWrapper(PunicaWrapperCPU):
             y[:, offset : offset + width] += delta if mask is None else delta * mask
             offset += width
 
-
     def add_lora_logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, *, buffer=None, **kwargs):
         # vLLM wraps lm_head whenever LoRA is on; lockstep never adapts it, and gathering its B a token is slow.
         if bool(lora_b_stacked.any()):
@@ -177,8 +176,12 @@ def install() -> None:
 
     oracle = "vllm.model_executor.layers.fused_moe.oracle"
     _replace_experts(f"{oracle}.nvfp4", patch_target(f"{oracle}.nvfp4:NvFp4MoeBackend.EMULATION"), CpuNvfp4Experts)
-    _replace_experts(f"{oracle}.unquantized", patch_target(f"{oracle}.unquantized:UnquantizedMoeBackend.TRITON"), CpuExperts)
-    _replace_experts(f"{oracle}.unquantized", patch_target(f"{oracle}.unquantized:UnquantizedMoeBackend.CPU"), CpuExperts)
+    _replace_experts(
+        f"{oracle}.unquantized", patch_target(f"{oracle}.unquantized:UnquantizedMoeBackend.TRITON"), CpuExperts
+    )
+    _replace_experts(
+        f"{oracle}.unquantized", patch_target(f"{oracle}.unquantized:UnquantizedMoeBackend.CPU"), CpuExperts
+    )
 
     patch_target("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm")
     _set("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _dispatch_unquantized_gemm)

@@ -13,7 +13,7 @@ ADAPTER_ID = 1
 
 @dataclass
 class Sampled:
-    """One sampled sequence: prompt + response ids, response log-probs [n], and expert ids uint8/uint16 [len - 1, L, K]."""
+    """One sampled sequence: prompt + response ids, response log-probs [n], expert ids [len - 1, L, K]."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -108,7 +108,9 @@ class InProcessEngine:
             logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
             routed = completion.routed_experts
             sampled.append(
-                Sampled(list(output.prompt_token_ids), ids, logprobs, None if routed is None else torch.as_tensor(routed))
+                Sampled(
+                    list(output.prompt_token_ids), ids, logprobs, None if routed is None else torch.as_tensor(routed)
+                )
             )
         return sampled
 

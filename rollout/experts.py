@@ -20,7 +20,7 @@ KEEP_DECODED_BYTES = 256 << 20
 
 
 class _Layout:
-    """The pairs of a call in expert order, padded to [E, C] (C rows for the busiest expert) unless that wastes too much.
+    """The pairs of a call in expert order, padded to [E, C] (C rows of the busiest expert) unless that wastes much.
 
     Padded, an expert layer is a batched matrix product, which for the few rows of a decode step is several times
     faster than one product an expert; unbalanced large batches take the loop.
@@ -107,7 +107,7 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._decoded: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def workspace_shapes(self, M, N, K, topk, *_args, **_kwargs):  # noqa: N803 (vLLM's names)
+    def workspace_shapes(self, M, N, K, topk, *_args, **_kwargs):
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
@@ -136,7 +136,7 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
             offset += delta.shape[-1]
 
     def _adapter_mask(self, layout: _Layout, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
-        """(whether any pair uses the adapter, mask in the layout or None when all do); one adapter slot is supported."""
+        """(whether any pair uses the adapter, mask in the layout or None when all do); one adapter slot only."""
         context = self._lora_context
         if context is None:
             return False, None

@@ -15,7 +15,7 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 def digest(tensor: torch.Tensor) -> dict:
-    """{"sha256", "bytes", "shape", "dtype"} of a tensor; the first decides equality, the others explain a difference."""
+    """{"sha256", "bytes", "shape", "dtype"} of a tensor; the first decides, the others explain a difference."""
     return {
         "sha256": sha256(tensor),
         "bytes": tensor.numel() * tensor.element_size(),
@@ -25,5 +25,6 @@ def digest(tensor: torch.Tensor) -> dict:
 
 
 def digests(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict]:
+    """`digest` of every tensor, by name."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     return {name: digest(tensor) for name, tensor in items}

@@ -40,7 +40,7 @@ def patch_target(path: str) -> Any:
             target = getattr(target, attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise PatchError(
-            f"{path} does not exist in {package} {installed_version(package)} ({error}); lockstep patches it as it is in "
+            f"{path} does not exist in {package} {installed_version(package)} ({error}); lockstep patches it as in "
             f"{package} {PINNED.get(package, '?')}: install that release"
         ) from error
     return target

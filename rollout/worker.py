@@ -96,7 +96,9 @@ def adapter_tensors(manager, adapter_id: int) -> Iterator[tuple[str, torch.Tenso
     if unbound:
         raise SyncError(f"the engine has no module for {len(unbound)} parts of the adapter: {', '.join(unbound[:5])}")
     for raw_name, weights in adapter.loras.items():
-        yield from _layer_tensors(canonical_name(raw_name), manager, manager.modules[raw_name], weights, slot, adapter.rank)
+        yield from _layer_tensors(
+            canonical_name(raw_name), manager, manager.modules[raw_name], weights, slot, adapter.rank
+        )
 
 
 def _layer_tensors(name: str, manager, layer: nn.Module, weights, slot: int, rank: int):

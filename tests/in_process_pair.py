@@ -28,7 +28,7 @@ def prompts(tokenizer) -> list[list[int]]:
 
 
 def train_step(pair: InProcessPair, sequences) -> float:
-    """One policy-gradient step on the sampled sequences with random advantages and replayed routes; returns the loss."""
+    """One policy-gradient step on the sampled sequences with random advantages, routes replayed; returns the loss."""
     model, routing = pair.trainer_model.model, pair.trainer_model.routing
     masters = [p for a in adapters(model).values() for p in a.parameters(recurse=False)]
     optimizer = torch.optim.AdamW(masters, lr=5e-3)
@@ -78,7 +78,13 @@ def main() -> None:
                 "loss": loss,
                 "base_unchanged": pair.probe.base_digests() == before,
                 "adapter_changed": pair.engine.adapter_digests() != stale,
-                "master_dtypes": sorted({str(p.dtype) for a in adapters(pair.trainer_model.model).values() for p in a.parameters(recurse=False)}),
+                "master_dtypes": sorted(
+                    {
+                        str(p.dtype)
+                        for a in adapters(pair.trainer_model.model).values()
+                        for p in a.parameters(recurse=False)
+                    }
+                ),
                 "seconds": time.monotonic() - started,
             }
         )

@@ -1,4 +1,4 @@
-"""The main command for real: verl's main_ppo, FSDP2 workers, vLLM in its own actor, Ray; three steps on the tiny model."""
+"""The main command for real: verl's main_ppo, FSDP2 workers, vLLM in its own actor, Ray; three steps."""
 
 import json
 import os
@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run(tmp_path: Path, *overrides: str) -> tuple[subprocess.CompletedProcess, Path]:
     """Run train_grpo.py with its run folder below `tmp_path`; returns the process and the run folder."""
-    command = [sys.executable, "scripts/train_grpo.py", "--config", "tiny_math.yaml", f"run.root={tmp_path}", *overrides]
+    command = [
+        sys.executable,
+        "scripts/train_grpo.py",
+        "--config",
+        "tiny_math.yaml",
+        f"run.root={tmp_path}",
+        *overrides,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     return done, (tmp_path / "latest").resolve()
 
@@ -35,7 +42,11 @@ def left_over(run_dir: Path) -> list[str]:
 def three_steps(tmp_path_factory):
     before = set(os.listdir("/dev/shm"))
     done, run_dir = run(
-        tmp_path_factory.mktemp("runs"), "trainer.steps=3", "trainer.val_every=3", "data.val_limit=32", "consistency.every=2"
+        tmp_path_factory.mktemp("runs"),
+        "trainer.steps=3",
+        "trainer.val_every=3",
+        "data.val_limit=32",
+        "consistency.every=2",
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done, run_dir, before
