@@ -1,9 +1,9 @@
 """Seeded one- and two-step arithmetic word problems in DAPO's prompt form, with worked and with flawed solutions.
 
-The tiny model of ``make train`` is trained on these. More than half of the demonstrations end in a wrong answer, as
-scraped text does, and the wrong digit may be any digit of the solution: everywhere the likeliest digit is still the
-right one. A model that fits such text knows more (greedy decoding) than it says (sampling at temperature 1), and that
-gap is what reinforcement learning closes.
+The tiny model of ``make train`` is trained on these. About half of the demonstrations end in a wrong answer, as
+scraped text does, because any digit of a result may have slipped: the likeliest digit is the right one everywhere. A
+model that fits such text knows more (greedy decoding) than it says (sampling at temperature 1), and that gap is what
+reinforcement learning closes.
 
 Held-out problems share neither their text nor their numbers with training problems: a stable hash of (kind, operands)
 decides the side, whatever the seed.
@@ -18,8 +18,8 @@ from rl.data import dapo_prompt
 
 DATA_SOURCE = "tiny_math"
 SPLITS = ("train", "test")
-ERROR_SHARE = 0.5
-"""Share of demonstrations that end in a wrong answer."""
+SLIP_RATE = 0.13
+"""Chance that a digit of a result in a demonstration is wrong; about half of the demonstrations then end wrongly."""
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Sam", "Mia", "Leo", "Ida")
 OBJECTS = ("apples", "books", "coins", "cards", "pens", "eggs", "cups", "shells")
@@ -202,52 +202,46 @@ def generate(split: str, count: int, seed: int = 0) -> list[Problem]:
     return list(found.values())
 
 
-def _wrong_digit(value: int, rng: random.Random) -> int:
-    """``value`` with one digit replaced by another; the first of several digits never becomes 0."""
+def _slip(value: int, rng: random.Random, rate: float) -> int:
+    """``value`` with each digit replaced by another with probability ``rate``; no number gets a leading zero."""
     digits = list(str(value))
-    place = rng.randrange(len(digits))
-    lowest = 1 if place == 0 and len(digits) > 1 else 0
-    digits[place] = rng.choice([d for d in "0123456789"[lowest:] if d != digits[place]])
+    for place, digit in enumerate(digits):
+        lowest = 1 if place == 0 and len(digits) > 1 else 0
+        if rng.random() < rate:
+            digits[place] = rng.choice([other for other in "0123456789"[lowest:] if other != digit])
     return int("".join(digits))
 
 
-def _write(problem: Problem, flaw: int | None, rng: random.Random | None) -> tuple[str, int]:
-    """The solution with one wrong digit in line ``flaw`` (None: in no line), carried on from there; and its answer."""
+def _write(problem: Problem, rng: random.Random, slip_rate: float) -> str | None:
+    """A solution in which each written result may slip; None when a slip leads to a negative number."""
     lines: list[str] = []
     result = 0
-    for index, (left, operation, right) in enumerate(problem.steps):
+    for left, operation, right in problem.steps:
         x = result if left is _PREVIOUS else left
         y = result if right is _PREVIOUS else right
-        result = _OPERATIONS[operation](x, y)
-        if index == flaw:
-            result = _wrong_digit(result, rng)
+        exact = _OPERATIONS[operation](x, y)
+        if exact < 0:
+            return None
+        result = _slip(exact, rng, slip_rate)
         lines.append(f"{x} {operation} {y} = {result}")
-    if flaw == len(problem.steps):
-        result = _wrong_digit(result, rng)
-    lines.append(f"Answer: {result}")
-    return "\n".join(lines), result
+    lines.append(f"Answer: {_slip(result, rng, slip_rate)}")
+    return "\n".join(lines)
 
 
 def worked_solution(problem: Problem) -> str:
     """The right solution: one line a step, then ``Answer: N``."""
-    return _write(problem, None, None)[0]
+    return demonstration(problem, random.Random(0), slip_rate=0.0)
 
 
-def flawed_solution(problem: Problem, rng: random.Random) -> str:
-    """A solution that ends in a wrong, non-negative answer because of one wrong digit somewhere in it.
+def demonstration(problem: Problem, rng: random.Random, slip_rate: float = SLIP_RATE) -> str:
+    """A solution as scraped text has it: any digit of a result may be wrong, and a wrong result is carried on.
 
-    The line is drawn uniformly over the steps and the final line, and the digit uniformly within its number; a wrong
-    step is carried on, so that the rest of the solution follows from it.
+    Slips are independent of each other, so that a model which fits them says the right digit with probability
+    1 - ``slip_rate`` everywhere, and samples right answers as often as the demonstrations have them.
     """
-    while True:
-        solution, answer = _write(problem, rng.randrange(len(problem.steps) + 1), rng)
-        if answer >= 0 and answer != problem.answer:
-            return solution
-
-
-def demonstration(problem: Problem, rng: random.Random, error_share: float = ERROR_SHARE) -> str:
-    """A solution as scraped text has it: flawed with probability ``error_share``, else right."""
-    return flawed_solution(problem, rng) if rng.random() < error_share else worked_solution(problem)
+    while (solution := _write(problem, rng, slip_rate)) is None:
+        pass
+    return solution
 
 
 def to_rows(problems: list[Problem], split: str) -> list[dict]:

@@ -141,7 +141,7 @@ def layer(tokens: tuple[int, ...] = (64, 256)) -> dict:
             "bf16_grouped_mm": lambda run=run: run(plain, how="grouped_mm"),
             "float32_grouped_mm": lambda run=run: run(wide, torch.float32, "grouped_mm"),
         }
-        seconds = best_seconds(runs, 3)
+        seconds = best_seconds(runs, 5)
         fastest = min(seconds["bf16_eager"], seconds["bf16_grouped_mm"])
         results[f"{count}_tokens"] = {
             **{f"{name}_ms": value * 1e3 for name, value in seconds.items()},

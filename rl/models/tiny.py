@@ -98,10 +98,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3MoeFo
     return model
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Token ids of a problem as a chat prompt that ends where the assistant's turn begins."""
-    messages = [{"role": "user", "content": dapo_prompt(text)}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    """Token ids of each problem as a chat prompt that ends where the assistant's turn begins."""
+    chats = [[{"role": "user", "content": dapo_prompt(text)}] for text in texts]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 @torch.inference_mode()
@@ -160,7 +160,7 @@ def evaluate(
 ) -> Accuracy:
     """Accuracy of ``model``, greedy and at temperature 1, judged by the reward function of the training run."""
     model.eval()
-    prompts = [prompt_ids(tokenizer, problem.text) for problem in problems]
+    prompts = prompt_ids(tokenizer, [problem.text for problem in problems])
 
     def share_correct(repeats: int, temperature: float) -> tuple[float, float]:
         responses = generate(model, prompts * repeats, temperature, seed)

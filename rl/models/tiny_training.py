@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 import torch
 from tqdm import tqdm
@@ -29,12 +30,12 @@ class Plan:
 
     seed: int = 0
     steps: int = 600
-    batch_size: int = 80
+    batch_size: int = 120
     """Sequences a step, about 47 tokens each."""
     calculation_share: float = 0.35
     """Share of the steps on plain, right calculations, before the demonstrations."""
-    error_share: float = tiny_math.ERROR_SHARE
-    """Share of the demonstrations that end in a wrong answer."""
+    slip_rate: float = tiny_math.SLIP_RATE
+    """Chance that a digit of a result in a demonstration is wrong."""
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     weight_decay: float = 0.1
@@ -60,36 +61,34 @@ def calculations(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int,
     """
     problems = tiny_math.stream("train", seed)
     (equals,), (newline,) = tokenizer.encode(" = "), tokenizer.encode("\n")
+    needed = batch_size * (width + 1)
     while True:
-        input_ids = torch.empty(batch_size, width, dtype=torch.int64)
-        labels = torch.full((batch_size, width), IGNORE)
-        for row in range(batch_size):
-            ids, is_result = [newline], [False]
-            while len(ids) <= width:
-                for line in tiny_math.worked_solution(next(problems)).split("\n")[:-1]:
-                    line_ids = [*tokenizer.encode(line), newline]
-                    start = line_ids.index(equals) + 1
-                    ids += line_ids
-                    is_result += [place >= start for place in range(len(line_ids))]
-            input_ids[row] = torch.tensor(ids[:width])
-            shown = torch.tensor(is_result[1 : width + 1])
-            labels[row, shown] = torch.tensor(ids[1 : width + 1])[shown]
-        yield Batch(input_ids, labels)
+        ids, is_result = [newline], [False]
+        while len(ids) < needed:
+            solutions = [tiny_math.worked_solution(problem) for problem in islice(problems, batch_size)]
+            lines = [line for solution in solutions for line in solution.split("\n")[:-1]]
+            for line_ids in tokenizer(lines).input_ids:
+                start = line_ids.index(equals) + 1
+                ids += [*line_ids, newline]
+                is_result += [place >= start for place in range(len(line_ids) + 1)]
+        ids_BT = torch.tensor(ids[:needed]).view(batch_size, width + 1)
+        shown_BT = torch.tensor(is_result[:needed]).view(batch_size, width + 1)
+        yield Batch(ids_BT[:, :-1], ids_BT.masked_fill(~shown_BT, IGNORE)[:, 1:])
 
 
-def demonstrations(
-    tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int, error_share: float
-) -> Iterator[Batch]:
+def demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int, slip_rate: float) -> Iterator[Batch]:
     """Endless batches of chat demonstrations, loss on the response only; sequences of like length share a batch."""
-    problems = tiny_math.stream("train", seed)
+    stream = tiny_math.stream("train", seed)
     rng = random.Random(f"demonstrations:{seed}")
     while True:
-        pool = []
-        for _ in range(16 * batch_size):
-            problem = next(problems)
-            prompt = prompt_ids(tokenizer, problem.text)
-            answer = [*tokenizer.encode(tiny_math.demonstration(problem, rng, error_share)), tokenizer.eos_token_id]
-            pool.append((prompt + answer, len(prompt)))
+        problems = list(islice(stream, 8 * batch_size))
+        prompts = prompt_ids(tokenizer, [problem.text for problem in problems])
+        texts = [tiny_math.demonstration(problem, rng, slip_rate) for problem in problems]
+        answers = tokenizer(texts).input_ids
+        pool = [
+            ([*prompt, *answer, tokenizer.eos_token_id], len(prompt))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         pool.sort(key=lambda example: len(example[0]))
         batches = [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
         rng.shuffle(batches)
@@ -194,7 +193,7 @@ def train(
     optimizers = _optimizers(model, plan)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     plain = calculations(tokenizer, plan.seed + 1, plan.batch_size)
-    chats = demonstrations(tokenizer, plan.seed + 2, plan.batch_size, plan.error_share)
+    chats = demonstrations(tokenizer, plan.seed + 2, plan.batch_size, plan.slip_rate)
     started, step, tokens, done, smooth = time.monotonic(), 0, 0, 0.0, None
     with tqdm(total=plan.steps, desc="train", unit="step", disable=not show_progress) as bar:
         while done < 1.0:
