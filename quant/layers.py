@@ -15,6 +15,7 @@ bfloat16 instructions is several times slower in a bfloat16 GEMM); on a GPU it i
     marlin      W = bf16(code * scale), exact;      y = bf16(global * acc)
                 experts' down: r = bf16(bf16(acc) * bf16(topk_weight * global)), r = bf16(r + topk_weight * delta),
                 out = bf16(sum over top_k in float32 of r)
+                (vLLM 0.30's adapter kernel for decode; the one for prefill rounds topk_weight * delta before it adds)
     flashinfer_w4a4
                 NVFP4: x and W as their E2M1 * E4M3 products, exact; y = bf16(global * input_scale * acc); the rest
                 as emulation. MXFP8: x quantised per 32 at run time. A model of the fused kernels, which keep the
@@ -110,6 +111,11 @@ class QuantLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, format={self.format}, backend={self.backend}"
 
 
+def _add(output: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """output + delta, rounded once to the dtype of `output`."""
+    return output + delta if delta.dtype == output.dtype else (output.float() + delta.float()).to(output.dtype)
+
+
 @dataclass(frozen=True)
 class Routes:
     """Rows sorted by expert. `order` int64 [S]: flat (token, slot) index of each sorted row; `inverse` [S] undoes it.
@@ -125,10 +131,14 @@ class Routes:
 
 
 class ExpertDelta(Protocol):
-    """What an adapter on experts provides: low-rank updates of both projections for rows sorted by expert."""
+    """What an adapter on experts provides: low-rank updates of both projections for rows sorted by expert.
+
+    An update in the compute dtype was rounded by the adapter and is rounded again with the sum; one in float32 is
+    rounded with the sum alone.
+    """
 
     def gate_up_delta(self, rows: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """[S, H] -> [S, 2I], added to the gate_up output (rounded to the compute dtype before and after)."""
+        """[S, H] -> [S, 2I], added to the gate_up output before the activation."""
 
     def down_delta(self, rows: torch.Tensor, routes: Routes) -> torch.Tensor:
         """[S, I] -> [S, H], added to the down output."""
@@ -212,9 +222,7 @@ class QuantExperts(nn.Module):
                 output = (output.float() + weight * delta.float()).to(dtype)
             output = output.float()
         else:
-            if delta is not None:
-                output = output + delta.to(dtype)
-            output = output.float() * weight
+            output = (output if delta is None else _add(output, delta)).float() * weight
         if routes.offsets[-1] < output.shape[0]:
             output = output.masked_fill((routes.experts >= self.num_experts).unsqueeze(-1), 0.0)
         return output[routes.inverse].view(*top_k_weights.shape, self.hidden_dim).sum(1).to(dtype)
@@ -231,7 +239,7 @@ class QuantExperts(nn.Module):
         rows = hidden_states[routes.order // top_k_index.shape[-1]]
         gate_up = self.gate_up(rows, routes)
         if self.adapter is not None:
-            gate_up = gate_up + self.adapter.gate_up_delta(rows, routes).to(gate_up.dtype)
+            gate_up = _add(gate_up, self.adapter.gate_up_delta(rows, routes))
         inner = self.act(gate_up)
         output = self.down(inner, routes)
         delta = None if self.adapter is None else self.adapter.down_delta(inner, routes)

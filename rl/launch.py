@@ -302,7 +302,9 @@ class Run:
             self.progress.line("  stopping (again to stop at once)")
         stat = Process.of(child.pid)
         asked = len(self.signals)
-        self.processes.stop(stat, self.grace, interrupted=lambda: len(self.signals) > max(asked, 1))
+        # After a finished run there is nothing left that a process could still have to write.
+        grace = min(self.grace, 0.5) if self.finished else self.grace
+        self.processes.stop(stat, grace, interrupted=lambda: len(self.signals) > max(asked, 1))
         child.wait()
         self._keep_ray_logs()
         self.processes.clean()

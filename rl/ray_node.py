@@ -1,15 +1,15 @@
 """A Ray head node of a run's own, started beside the imports of the trainer process instead of after them.
 
 It listens on loopback and is reached with the token in RAY_AUTH_TOKEN. Its processes inherit the run's marker from the
-environment, so whoever ends the run finds them; `stop` ends those of one temporary folder.
+environment, so whoever ends the run finds them.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,17 +61,10 @@ def start(folder: Path, *, num_cpus: int, num_gpus: int | None, object_store_byt
 
 
 def stop(folder: Path) -> None:
-    """End what Ray started in `folder`: asked first, then killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        running = _processes(folder)
-        for pid, _ in running:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-        deadline = time.monotonic() + 5
-        while _processes(folder) and time.monotonic() < deadline:
-            time.sleep(0.1)
+    """Kill Ray's servers in `folder`; its agents and workers follow their raylet."""
+    for pid, _ in _processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _processes(folder: Path) -> list[tuple[int, list[str]]]:

@@ -1,17 +1,19 @@
 """Metrics of trainer/engine mismatch, as sums and extremes, so that they do not depend on micro-batch size.
 
 verl averages metrics over micro-batches; a mean of means is wrong when they differ in tokens. These are emitted as
-verl `Metric`s that add up (or take the extreme), and turned into rates once a step by `finish`.
+verl `Metric`s that add up (or take the extreme), and turned into rates once a step by `finish`. verl adds a sum up over
+micro-batches but averages it over workers, so sums are multiplied by the number of workers here, as verl's losses are.
 """
 
 import torch
 from verl.utils.metric import Metric
+from verl.utils.tensordict_utils import get_non_tensor_data
 
 PREFIX = "lockstep"
 
 
 def _response_tokens(log_probs: torch.Tensor, micro_batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(trainer, rollout) log-probs float32 [N] of the response tokens that count, in the same order.
+    """(trainer, rollout) log-probs float64 [N] of the response tokens that count, in the same order.
 
     verl gives log-probs as a jagged tensor over prompt + response, where position t holds the log-prob of token t + 1;
     rollout log-probs and the response mask are jagged over the response alone.
@@ -24,7 +26,12 @@ def _response_tokens(log_probs: torch.Tensor, micro_batch) -> tuple[torch.Tensor
         keep = mask.bool()
         trainer.append(own[-count - 1 : -1][keep])
         rollout.append(other[:count][keep])
-    return torch.cat(trainer).float(), torch.cat(rollout).float()
+    return torch.cat(trainer).double(), torch.cat(rollout).double()
+
+
+def _sums(micro_batch, values: dict[str, torch.Tensor | float]) -> dict[str, Metric]:
+    workers = get_non_tensor_data(micro_batch, "dp_size", 1)
+    return {f"{PREFIX}/sum/{name}": Metric("sum", float(value) * workers) for name, value in values.items()}
 
 
 @torch.no_grad()
@@ -35,19 +42,22 @@ def mismatch_metrics(log_probs: torch.Tensor, micro_batch) -> dict[str, Metric]:
     trainer, rollout = _response_tokens(log_probs, micro_batch)
     delta = trainer - rollout
     ratio = delta.exp()
-    sums = {
-        "tokens": torch.tensor(float(delta.numel())),
-        "k1": -delta.sum(),
-        "k3": (ratio - 1 - delta).sum(),
-        "abs": delta.abs().sum(),
-        "ratio": ratio.sum(),
-        "rollout_logp": rollout.sum(),
-    }
-    metrics = {f"{PREFIX}/sum/{name}": Metric("sum", value) for name, value in sums.items()}
-    if delta.numel():
-        metrics[f"{PREFIX}/max/abs"] = Metric("max", delta.abs().max())
-        metrics[f"{PREFIX}/max/ratio"] = Metric("max", ratio.max())
-        metrics[f"{PREFIX}/min/ratio"] = Metric("min", ratio.min())
+    metrics = _sums(
+        micro_batch,
+        {
+            "tokens": delta.numel(),
+            "k1": -delta.sum(),
+            "k3": (ratio - 1 - delta).sum(),
+            "abs": delta.abs().sum(),
+            "ratio": ratio.sum(),
+            "rollout_logp": rollout.sum(),
+        },
+    )
+    # Every micro-batch emits every extreme (verl wants as many from each worker), one without tokens the neutral one.
+    none = delta.new_zeros(1)
+    metrics[f"{PREFIX}/max/abs"] = Metric("max", torch.cat([delta.abs(), none]).max())
+    metrics[f"{PREFIX}/max/ratio"] = Metric("max", torch.cat([ratio, none]).max())
+    metrics[f"{PREFIX}/min/ratio"] = Metric("min", torch.cat([ratio, none + torch.inf]).min())
     return metrics
 
 
@@ -56,16 +66,16 @@ def routing_metrics(routing, micro_batch) -> dict[str, Metric]:
     counts = routing.take_counts()
     if not counts:
         return {}
-    rows = micro_batch["input_ids"].values().numel() * len(counts)
-    metrics = {
-        f"{PREFIX}/sum/rows": Metric("sum", float(rows)),
-        f"{PREFIX}/sum/replayed": Metric(
-            "sum", float(sum(c.rows for c in counts.values())) if routing.enabled else 0.0
-        ),
-        f"{PREFIX}/sum/known": Metric("sum", float(sum(c.rows for c in counts.values()))),
-        f"{PREFIX}/sum/agree": Metric("sum", float(sum(c.agree for c in counts.values()))),
-    }
-    return metrics
+    known = sum(count.rows for count in counts.values())
+    return _sums(
+        micro_batch,
+        {
+            "rows": micro_batch["input_ids"].values().numel() * len(counts),
+            "replayed": known if routing.enabled else 0,
+            "known": known,
+            "agree": sum(count.agree for count in counts.values()),
+        },
+    )
 
 
 def finish(raw: dict[str, float]) -> dict[str, float]:

@@ -206,11 +206,15 @@ def main(run_dir: str) -> int:
         run_ppo(config, task_runner_class=task_runner_class())
         folder.done()
     finally:
-        ray.shutdown()  # before its servers go: it would wait a minute for them
-        ray_node.stop(Path(ray_tmp))
+        if "LOCKSTEP_RUN_ID" not in os.environ:  # no front end that ends the run's processes
+            ray.shutdown()
+            ray_node.stop(Path(ray_tmp))
     stacks.close()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    status = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # everything is written; the shutdown of an interpreter this large takes seconds

@@ -266,3 +266,23 @@ def test_bad_arguments_are_refused():
         QuantLinear(weight, backend="flashinfer_w4a4")
     with pytest.raises(ValueError, match="does not fit gate_up"):
         QuantExperts(nvfp4_weight(2, 64, 64), nvfp4_weight(2, 64, 64), partial(silu_gate))
+
+
+def test_a_float32_delta_is_rounded_once_with_the_sum():
+    module, *_ = experts("emulation")
+    x, ids, weights = routed()
+    routes = module.sort(ids)
+    rows = x[routes.order // TOP_K]
+    delta = torch.randn(rows.shape[0], 2 * INTER, generator=generator()) * 0.3
+
+    class Delta(torch.nn.Module):
+        def gate_up_delta(self, rows, routes):
+            return delta
+
+        def down_delta(self, rows, routes):
+            return torch.zeros(rows.shape[0], HIDDEN, dtype=rows.dtype)
+
+    seen = []
+    module.adapter, module.apply_gate = Delta(), lambda gate_up: seen.append(gate_up) or silu_gate(gate_up)
+    module(x, ids, weights)
+    assert torch.equal(seen[0], (module.gate_up(rows, routes).float() + delta).bfloat16())
