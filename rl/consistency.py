@@ -125,6 +125,9 @@ def compare_digests(trainer: dict[str, dict], engine: dict[str, dict]) -> list[s
 
 def logprob_stats(trainer: list[list[float]], engine: list[list[float]]) -> dict[str, float]:
     """Mismatch over all tokens: k1 = -mean d, k3 = mean(exp d - 1 - d), |d|, Pearson; d = trainer - engine."""
+    lengths = [[len(sequence) for sequence in side] for side in (trainer, engine)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"log-probs of {lengths[0]} tokens a sequence cannot be compared with those of {lengths[1]}")
     a = np.concatenate([np.asarray(x, dtype=np.float64) for x in trainer])
     b = np.concatenate([np.asarray(x, dtype=np.float64) for x in engine])
     delta = a - b
@@ -148,8 +151,10 @@ def _check_weights(report: ConsistencyReport, trainer: TrainerSide, engine: Engi
     kinds = [("base", trainer.base_digests, engine.base_digests)] if base else []
     kinds.append(("adapter", trainer.adapter_digests, engine.adapter_digests))
     for kind, of_trainer, of_engine in kinds:
-        ours = of_trainer()
-        mismatched = sorted({name for worker in of_engine() for name in compare_digests(ours, worker)})
+        ours, workers = of_trainer(), of_engine()
+        if not ours or not workers:
+            report.fail(f"weights: nothing to compare ({len(ours)} {kind} tensors, {len(workers)} engine workers)")
+        mismatched = sorted({name for worker in workers for name in compare_digests(ours, worker)})
         report.weights[kind] = {
             "tensors": len(ours),
             "bytes": sum(entry["bytes"] for entry in ours.values()),
@@ -185,13 +190,14 @@ def _check_numbers(
         ],
         "not_replayed": score.not_replayed,
     }
+    # A comparison written as `not value >= limit` fails a NaN too.
     for layer in layers:
-        if score.agreement_replayed[layer] < limits.routing_replayed:
+        if not score.agreement_replayed[layer] >= limits.routing_replayed:
             report.fail(
                 f"routing: layer {layer} agrees on {score.agreement_replayed[layer]:.4f} of tokens with replay "
                 f"(threshold routing_replayed {limits.routing_replayed})"
             )
-        if score.agreement[layer] < limits.routing_free:
+        if not score.agreement[layer] >= limits.routing_free:
             report.fail(
                 f"routing: layer {layer} agrees on {score.agreement[layer]:.4f} of tokens without replay "
                 f"(threshold routing_free {limits.routing_free})"
@@ -233,7 +239,7 @@ def check(
     if not probe:
         effect = _effect(engine.score(ids, adapter=True), base)
         report.probe = {"adapter_effect": effect, "zero_adapter_effect": None}
-        if effect == 0.0 and not trainer.adapter_is_zero():
+        if not effect > 0.0 and not trainer.adapter_is_zero():
             report.fail("probe: the trained adapter does not change the engine's log-probs; is it bound?")
         return report
     try:
@@ -266,12 +272,12 @@ def _probe(report, trainer, engine, prompts, ids, base, max_tokens: int, limits:
         "perturbed": perturbed,
     }
     for kind, effect in effects.items():
-        if effect < limits.adapter_effect:
+        if not effect >= limits.adapter_effect:
             report.fail(
                 f"probe: a random adapter on {kind} moves log-probs by {effect:.2e} (threshold adapter_effect "
                 f"{limits.adapter_effect}): the engine does not apply it"
             )
-    if report.probe["zero_adapter_effect"] > limits.mean_abs_logp:
+    if not report.probe["zero_adapter_effect"] <= limits.mean_abs_logp:
         report.fail(f"probe: a zero adapter moves log-probs by {report.probe['zero_adapter_effect']:.2e}")
     if not perturbed["kl_k3"] <= limits.kl_k3:
         report.fail(

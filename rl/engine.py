@@ -7,6 +7,9 @@ of the step (dispatch, micro-batches, loss, optimizer, clipping, schedule) is ve
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from verl.utils.device import get_device_name
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl import lora, modeling, replay, stats
@@ -23,6 +26,16 @@ for _name in (
     "prepare_model_inputs",
 ):
     patch_target(f"verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.{_name}")
+
+
+def _logprobs(logits: torch.Tensor, labels: torch.Tensor, **_kwargs) -> torch.Tensor:
+    """log p(label) of float32 logits [N, V]; verl's own runs one logsumexp a row where flash-attn is missing."""
+    return -F.cross_entropy(logits, labels, reduction="none")
+
+
+patch_target("verl.workers.engine.fsdp.transformer_impl:logprobs_from_logits")
+if get_device_name() == "cpu":
+    transformer_impl.logprobs_from_logits = _logprobs
 
 
 class LockstepEngine(FSDPEngineWithLMHead):

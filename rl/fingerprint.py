@@ -27,6 +27,8 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             parts = ("data", "scale") if module.format == "mxfp8" else ("packed", "scale", "global_scale")
             for part, tensor in zip(parts, (data, *rest), strict=True):
                 yield f"{name}.weight#{part}", tensor
+            if module.bias is not None:
+                yield f"{name}.bias", _whole(module.bias)
         elif isinstance(module, QuantExperts):
             for projection in ("gate_up", "down"):
                 for part, attribute in (("packed", "packed"), ("scale", "scale"), ("global_scale", "global")):

@@ -13,7 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kernels.linear import linear
-from quant.modules import load_model
+from quant.layers import QuantExperts
+from quant.modules import is_experts, load_model
 from rl import lora, replay
 
 CPU_ATTENTION = "lockstep_float32"
@@ -110,5 +111,10 @@ def build(
     routing = replay.RoutingReplay(enabled=replay_enabled)
     replay.install(model, routing, linear)
     routers = [module for module in model.modules() if isinstance(module, replay.ReplayRouter)]
+    layers = sum(isinstance(module, QuantExperts) or is_experts(module) for module in model.modules())
+    if layers != len(routers):
+        raise replay.ReplayError(
+            f"{type(model).__name__} has {layers} layers of experts, and routing replay knows {len(routers)} of its routers"
+        )
     experts = routers[0].weight.shape[0] if routers else 0
     return TrainerModel(model, routing, spec, adapted, sorted(r.layer for r in routers), experts)

@@ -128,7 +128,7 @@ class _Server:
     """The loop of the warm interpreter; single-threaded."""
 
     def __init__(self, listener: socket.socket, stub: str) -> None:
-        self.listener, self.stub = listener, stub
+        self.listener, self.stub, self.pid = listener, stub, os.getpid()
         self.connections: dict[int, socket.socket] = {}  # child pid -> its stub
         self.selector = selectors.DefaultSelector()
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -199,6 +199,7 @@ class _Server:
 
     def _become(self, request: dict, files: list[int], connection: socket.socket) -> None:
         """In the forked child: take the stub's place and run what it was asked to run. Never returns."""
+        _die_with(self.pid)  # the stub does too: it takes a lost server for a killed child
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -254,7 +255,7 @@ def _run(argv: list[str]) -> int:
         _run_target(argv)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if isinstance(error.code, str):
+        if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - what the interpreter's top level does with an uncaught exception
         traceback.print_exc()

@@ -69,7 +69,9 @@ class TrainerProbe:
         routing = self.trainer_model.routing
         ids, mask = _pad([sequence.ids for sequence in sequences], self._device())
         known = None
-        if self.trainer_model.moe_layers and sequences[0].routed_experts is not None:
+        if self.trainer_model.moe_layers:
+            if any(sequence.routed_experts is None for sequence in sequences):
+                raise replay.ReplayError("the engine returned no expert ids; check enable_return_routed_experts")
             known = replay.layout(
                 [torch.as_tensor(np.asarray(sequence.routed_experts)) for sequence in sequences],
                 [len(sequence.ids) for sequence in sequences],

@@ -6,6 +6,7 @@ scores (gradients flow through them) and counts how often its own choice agreed.
 checkpointing sees the same ids. Legend: T rows (tokens incl. padding), L decoder layers, K experts a token, E experts.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -75,9 +76,6 @@ class ReplayRouter(nn.Module):
 
     def __init__(self, router: nn.Module, replay: RoutingReplay, layer: int, matmul: Callable) -> None:
         super().__init__()
-        for name in ("weight", "top_k"):
-            if not hasattr(router, name):
-                raise ReplayError(f"{type(router).__name__} has no {name!r}: routing replay does not know this router")
         self.weight = router.weight
         self.top_k = router.top_k
         self.normalise = getattr(router, "norm_topk_prob", True)
@@ -93,6 +91,26 @@ class ReplayRouter(nn.Module):
         return logits, weights, ids
 
 
+@torch.no_grad()
+def _check_kind(router: nn.Module, name: str) -> None:
+    """Refuse a router that computes something else than `ReplayRouter`: another score, a bias, groups of experts."""
+    refusal = f"{name}: routing replay knows softmax top-k routers, and {type(router).__name__} is another kind"
+    if not hasattr(router, "weight") or not hasattr(router, "top_k"):
+        raise ReplayError(refusal)
+    plain = copy.deepcopy(router).float()
+    hidden = torch.randn(8, plain.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(plain.weight.device)
+    try:
+        _, weights, ids = plain(hidden)
+    except TypeError:  # it wants more than hidden states
+        raise ReplayError(refusal) from None
+    _, own_weights, own_ids = ReplayRouter(plain, RoutingReplay(), 0, F.linear)(hidden)
+    dense = hidden.new_zeros(8, plain.weight.shape[0])
+    if ids.shape != own_ids.shape or not torch.allclose(
+        dense.scatter(1, ids, weights.float()), dense.scatter(1, own_ids, own_weights), atol=1e-4
+    ):
+        raise ReplayError(refusal)
+
+
 def install(model: nn.Module, replay: RoutingReplay, matmul: Callable) -> int:
     """Put a `ReplayRouter` over every top-k router of `model`; returns how many (0 for a dense model)."""
     found = 0
@@ -102,6 +120,7 @@ def install(model: nn.Module, replay: RoutingReplay, matmul: Callable) -> int:
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if layer is None:
             raise ReplayError(f"{name}: no decoder layer in the name of this router")
+        _check_kind(module, name)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, ReplayRouter(module, replay, layer, matmul))
         found += 1

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 TIMEOUT_S = 5.0
 """Wall-clock limit of one comparison by math-verify; the worker is killed when it is over."""
@@ -24,6 +26,7 @@ STARTUP_S = 120.0
 MAX_ANSWER_CHARS = 512
 """A longer answer is judged wrong unread: no gold answer is that long, and sympy's parser is superlinear."""
 
+_WORKER = Path(__file__).with_name("reward_worker.py")
 _ANSWER_LINE = re.compile(r"answer\**\s*:\s*(\S[^\n]*)", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\n]{1,40}\|>|</s>|<eos>|<end_of_turn>|<pad>")
 _INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.0+)?", re.ASCII)
@@ -141,90 +144,67 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 class _Verifier:
-    """math-verify in one worker process, started lazily, killed and replaced when it hangs or dies.
+    """math-verify in one worker process, started when first needed, killed and replaced when it hangs or dies.
 
     The worker is a plain child, not a ``multiprocessing`` process: those are refused inside daemonic processes, and
-    their start re-imports the caller's main module.
+    their start imports the caller's main module again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
-
-    def verify(self, gold: str, answer: str, timeout_s: float) -> tuple[bool, str | None]:
-        """(equal, error); on any error ``equal`` is False and the next call gets a fresh worker."""
-        with self._lock:
-            try:
-                self._start()
-                self._connection.send((gold, answer))
-                if not self._connection.poll(timeout_s):
-                    self._stop()
-                    return False, "timeout"
-                return self._connection.recv()
-            except (EOFError, OSError) as failure:
-                self._stop()
-                return False, f"worker died: {type(failure).__name__}"
+        self._ready = False
 
     @property
     def pid(self) -> int | None:
         """The worker's process id, None while there is none."""
         return self._process.pid if self._process else None
 
-    def _start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        self._stop()
-        ours, theirs = Pipe()
-        command = [sys.executable, "-c", _WORKER, str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        theirs.close()
-        self._connection = ours
-        if not ours.poll(STARTUP_S):
-            raise TimeoutError(f"math-verify did not start in {STARTUP_S:.0f} s")
-        ours.recv()  # "ready"
+    def verify(self, gold: str, answer: str, timeout_s: float) -> tuple[bool, str | None]:
+        """(equal, error); on an error ``equal`` is False and the next call gets a fresh worker."""
+        with self._lock:
+            try:
+                self._await_ready()
+                self._connection.send((gold, answer, timeout_s))
+                if self._connection.poll(timeout_s):
+                    return self._connection.recv()
+                error = "timeout"
+            except (EOFError, OSError) as failure:
+                error = f"worker died: {type(failure).__name__}"
+            self.stop()
+            self._start()  # it gets ready while the caller goes on
+            return False, error
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Kills the worker, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._connection.close()
         self._process = self._connection = None
 
+    def _await_ready(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            self._start()
+        if not self._ready:
+            if not self._connection.poll(STARTUP_S):
+                raise TimeoutError(f"math-verify did not start in {STARTUP_S:.0f} s")
+            self._connection.recv()
+            self._ready = True
 
-# math-verify's own time limits use SIGALRM and are switched off; what it raises on odd input is reported by name.
-_WORKER = """
-import sys
-from multiprocessing.connection import Connection
-connection = Connection(int(sys.argv[1]))
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        # -P: else the worker's folder comes first on its path, and our platform.py hides the standard library's.
+        command = [sys.executable, "-P", str(_WORKER), str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._connection, self._ready = ours, False
 
-def read(text, strict):
-    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
-    return parse("$" + text + "$", kinds, parsing_timeout=None, raise_on_error=strict)
-
-def judge(gold, answer):
-    gold = read(gold, True)
-    if not gold:
-        return False, "unreadable gold answer"
-    answer = read(answer, False)  # an answer that cannot be read is wrong, and no error
-    return bool(answer) and bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True)), None
-
-connection.send("ready")
-while True:
-    try:
-        pair = connection.recv()
-    except EOFError:
-        break
-    try:
-        reply = judge(*pair)
-    except Exception as failure:
-        reply = (False, type(failure).__name__)
-    connection.send(reply)
-"""
 
 _verifier = _Verifier()
-atexit.register(_verifier._stop)
+atexit.register(_verifier.stop)
 os.register_at_fork(after_in_child=_verifier.__init__)  # a forked child must not share its parent's worker or lock

@@ -16,7 +16,7 @@ _module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
 vLLMReplica = patch_target(f"{_module}:vLLMReplica")
 ADAPTER_ID = patch_target("verl.workers.rollout.vllm_rollout.utils:VLLM_LORA_INT_ID")
-for _name in ("_get_worker_extension_cls", "collective_rpc", "set_global_steps", "generate"):
+for _name in ("_get_worker_extension_cls", "collective_rpc", "set_global_steps", "generate", "run_server"):
     patch_target(f"{_module}:vLLMHttpServer.{_name}")
 
 
@@ -34,8 +34,26 @@ class LockstepServer(vLLMHttpServer):
         """As verl's, but the workers' answers come back (verl drops them)."""
         return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
 
+    async def run_server(self, args) -> None:
+        await super().run_server(args)
+        # verl asks the engine for its adapters before every request; the answer changes at a sync only.
+        self._ask_loras, self._loras = self.engine.list_loras, None
+        self.engine.list_loras = self._known_loras
+
+    async def _known_loras(self):
+        if self._loras is None:
+            self._loras = await self._ask_loras()
+        return self._loras
+
+    async def generate_group(self, prompt_ids: list[int], sampling_params: dict, count: int) -> list:
+        """`count` samples (verl TokenOutputs) of one prompt."""
+        return await asyncio.gather(
+            *(self.generate(prompt_ids, dict(sampling_params), request_id=uuid.uuid4().hex) for _ in range(count))
+        )
+
     async def set_global_steps(self, global_steps: int) -> None:
         """Called by verl after each sync. verl's generate falls back to the base when no adapter is loaded: refuse."""
+        self._loras = None
         if self.lora_as_adapter and ADAPTER_ID not in await self.engine.list_loras():
             raise RuntimeError(
                 f"after the sync of step {global_steps} the engine has no adapter: rollouts would use the base"

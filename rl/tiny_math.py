@@ -18,7 +18,7 @@ from rl.data import dapo_prompt
 
 DATA_SOURCE = "tiny_math"
 SPLITS = ("train", "test")
-SLIP_RATE = 0.13
+SLIP_RATE = 0.14
 """Chance that a digit of a result in a demonstration is wrong; about half of the demonstrations then end wrongly."""
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Sam", "Mia", "Leo", "Ida")

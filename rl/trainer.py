@@ -17,6 +17,10 @@ for _name in ("_init_resource_pool_mgr", "_setup", "_compute_metrics", "_validat
     patch_target(f"verl.trainer.ppo.v1.trainer_base:PPOTrainer.{_name}")
 
 
+patch_target("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll")
+POLL_INTERVAL_S = 0.05
+
+
 class GateError(RuntimeError):
     """The consistency gate failed: training stops itself."""
 
@@ -36,6 +40,8 @@ class LockstepTrainer(PPOTrainerSync):
             self.role_worker_mapping[role] = ray.remote(LockstepWorker)
 
     def _setup(self) -> None:
+        # verl asks every 2 s whether the rollouts are done, which is half a step of a small model.
+        self.replay_buffer.poll_interval = POLL_INTERVAL_S
         server.register()
         self.folder.stage("loading model")
         super()._setup()

@@ -1,5 +1,6 @@
 """Recipe -> verl's configuration: one place where every lockstep setting meets the name it has in verl 0.9.1."""
 
+import functools
 from pathlib import Path
 
 from rl.schema import Recipe
@@ -168,7 +169,10 @@ def _rollout(recipe: Recipe, cuda: bool) -> dict:
         "enable_rollout_routing_replay": True,
         "log_prob_micro_batch_size_per_gpu": trainer.micro_batch_size,
         "engine_kwargs": {"vllm": {key: value for key, value in engine.items() if value is not None}},
-        "agent": {"num_workers": 1 if not cuda else min(8, trainer.fsdp_workers)},
+        "agent": {
+            "num_workers": 1 if not cuda else min(8, trainer.fsdp_workers),
+            "agent_loop_manager_class": "rl.group_rollout.GroupLoopManager",
+        },
         "checkpoint_engine": {"update_weights_bucket_megabytes": 64 if not cuda else 2048},
         "val_kwargs": {
             "n": recipe.data.val_samples,
@@ -200,6 +204,18 @@ def _ray(recipe: Recipe, cuda: bool, ray_tmp: str, address: str | None, py_execu
     return {"ray_init": init}
 
 
+@functools.cache
+def _defaults():
+    """verl's own `ppo_trainer` configuration, open to keys that it does not have; not to be changed in place."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        base = compose("ppo_trainer")
+    OmegaConf.set_struct(base, False)
+    return base
+
+
 def to_verl(
     recipe: Recipe,
     *,
@@ -219,12 +235,8 @@ def to_verl(
         train_file, val_file: parquet files that `rl.data.prepare` made; ray_address: a Ray that runs already, or None;
         py_executable: Python that Ray starts workers with (see `rl.prefork`), or None for Ray's own choice.
     """
-    from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        base = compose("ppo_trainer")
-    OmegaConf.set_struct(base, False)
     settings = engine_settings(recipe, backend)
     override = {
         "algorithm": {
@@ -248,7 +260,7 @@ def to_verl(
         "trainer": {"device": "cuda" if cuda else "cpu", **_trainer(recipe, run_dir)},
         "ray_kwargs": _ray(recipe, cuda, ray_tmp, ray_address, py_executable),
     }
-    config = OmegaConf.merge(base, override)
+    config = OmegaConf.merge(_defaults(), override)
     if ray_address is not None:
         config.ray_kwargs.ray_init.pop("num_cpus")  # verl's default; a running cluster has its own
     return config

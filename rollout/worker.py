@@ -44,6 +44,8 @@ def _linear_tensors(model: nn.Module, name: str, module: nn.Module) -> Iterator[
             yield f"{part}.weight#scale", module.weight_scale[block]
         else:
             yield f"{part}.weight", module.weight[block]
+        if module._parameters.get("bias") is not None:
+            yield f"{part}.bias", module.bias[block]
         start += rows
 
 
@@ -153,3 +155,4 @@ class EngineWorker:
         )
         manager.add_adapter(adapter)
         manager.activate_adapter(adapter_id)
+        next(adapter_tensors(manager, adapter_id))

@@ -2,8 +2,8 @@
 
 import argparse
 import copy
-import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from quant import mxfp8, nvfp4
+from quant.bench_tables import markdown
 from quant.layers import QuantExperts, QuantLinear
 
 EXAMPLES = """examples:
-  python scripts/bench_quant.py --json docs/benchmarks/quant.json
+  python scripts/bench_quant.py --json docs/benchmarks/quant.json --markdown docs/benchmarks/quant.md
   python scripts/bench_quant.py --only quality --real model.safetensors
 ModelOpt and torchao take part in `quality` where they are installed. exit status: 0 done, 2 bad usage
 """
@@ -285,7 +286,7 @@ def weight_sets(real: Path | None) -> dict[str, list[torch.Tensor]]:
 def quality(real: Path | None) -> dict:
     """Relative rms error, sqrt(sum (w' - w)^2 / sum w^2) over all matrices of a kind, and ours over the best."""
     table, missing = encoders()
-    results: dict = {"not_installed": missing}
+    results: dict = {"not_installed": missing, "versions": versions("nvidia-modelopt", "torchao")}
     for kind, matrices in weight_sets(real).items():
         total = sum(float(matrix.double().pow(2).sum()) for matrix in matrices)
         results[kind] = {"matrices": len(matrices)}
@@ -299,18 +300,23 @@ def quality(real: Path | None) -> dict:
     return results
 
 
-def environment() -> dict:
-    """What the figures were taken with."""
-    names = ("torch", "transformers", "compressed-tensors", "nvidia-modelopt", "torchao")
-    versions = {}
+def versions(*names: str) -> dict[str, str]:
+    """Versions of the distributions that are installed."""
+    found = {}
     for name in names:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+            continue
+    return found
+
+
+def environment() -> dict:
+    """What the figures were taken with."""
+    installed = versions("torch", "transformers", "compressed-tensors")
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     processor = models[0].partition(":")[2].strip() if models else platform.processor()
-    return {"processor": processor, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions}
+    return {"processor": processor, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "versions": installed}
 
 
 def main() -> int:
@@ -320,7 +326,9 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; may be repeated (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there; parts not run are kept")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there; needs all four parts")
     parser.add_argument("--real", type=Path, metavar="FILE", help="safetensors file of real weights for `quality`")
+    parser.add_argument("--tables", action="store_true", help="measure nothing: --markdown from the figures in --json")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -330,14 +338,17 @@ def main() -> int:
     if args.real is not None and not args.real.is_file():
         parser.error(f"--real {args.real}: no such file")
     figures = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    figures["environment"] = environment()
+    if not args.tables:
+        figures["environment"] = environment()
     runs = {"memory": memory, "layer": layer, "encode": encode, "quality": lambda: quality(args.real)}
-    for part in args.only or PARTS:
+    for part in args.only or ([] if args.tables else PARTS):
         print(f"{part} ...", file=sys.stderr)
         figures[part] = runs[part]()
     text = json.dumps(figures, indent=2)
-    if args.json:
+    if args.json and not args.tables:
         args.json.write_text(text + "\n")
+    if args.markdown:
+        args.markdown.write_text(markdown(figures))
     print(text)
     return 0
 

@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)
     plan = Plan(seed=args.seed)
     if args.steps:
         plan = replace(plan, steps=args.steps)

@@ -11,11 +11,9 @@ import torch
 from kernels import mxfp8, nvfp4
 
 ROOT = Path(__file__).resolve().parent.parent
-# The interpreter is exact in float32 and float16 only (no bfloat16), in the Triton releases up to 3.6.
+# Triton's interpreter is exact in float32 and float16 only (not in bfloat16); seen with releases 3.6 and 3.9.
 INTERPRETED = """
-import sys, torch, triton
-if tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6):
-    sys.exit(77)
+import torch
 from kernels.format_checks import check
 torch.set_num_threads(1)
 results = check("cpu", (torch.float16,))
@@ -31,8 +29,8 @@ def test_interpreted_kernels_equal_the_references():
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode == 77 or "ModuleNotFoundError: No module named 'triton'" in done.stderr:
-        pytest.skip("needs a Triton release whose interpreter is exact (3.6)")
+    if "ModuleNotFoundError: No module named 'triton'" in done.stderr:
+        pytest.skip("needs triton")
     assert done.returncode == 0, done.stderr
 
 

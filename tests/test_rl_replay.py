@@ -1,9 +1,12 @@
 """Routing replay: ids in the model's row layout, refusals, and routers that take them in forward and recomputation."""
 
+import importlib
+
 import pytest
 import torch
 from tiny_model import build, logits, masters, randomise, spec, token_ids
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.linear import linear
 from rl import replay, stats
@@ -134,13 +137,54 @@ def test_another_number_of_rows_than_the_model_routes_is_an_error():
         replayed(trainer_model, token_ids(2, 20), known)
 
 
-def test_router_of_an_unknown_kind_is_refused():
-    class StrangeTopKRouter(nn.Module):
-        pass
+def router_of(model_type: str, class_name: str, **config) -> nn.Module:
+    """A router of transformers with random weights, as layer 0 of a model."""
+    torch.manual_seed(0)
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    router = getattr(module, class_name)(AutoConfig.for_model(model_type, hidden_size=16, **config))
+    for parameter in router.parameters():
+        nn.init.normal_(parameter)
+    return nn.ModuleDict({"0": nn.ModuleDict({"gate": router})})
 
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"gate": StrangeTopKRouter()})])})
-    with pytest.raises(ReplayError, match="StrangeTopKRouter has no 'weight'"):
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(
+    "model_type, class_name, count",
+    [
+        ("qwen3_moe", "Qwen3MoeTopKRouter", "num_experts"),
+        ("qwen2_moe", "Qwen2MoeTopKRouter", "num_experts"),
+        ("olmoe", "OlmoeTopKRouter", "num_experts"),
+        ("mixtral", "MixtralTopKRouter", "num_local_experts"),
+    ],
+)
+def test_softmax_routers_are_replaced_by_an_equal_one(model_type, class_name, count, normalise):
+    model = router_of(model_type, class_name, **{count: 8, "num_experts_per_tok": 2}, norm_topk_prob=normalise)
+    hidden = torch.randn(5, 16)
+    _, weights, ids = model["0"]["gate"](hidden)
+    assert replay.install(model, RoutingReplay(), linear) == 1
+    _, own_weights, own_ids = model["0"]["gate"](hidden)
+    assert torch.equal(ids, own_ids)
+    torch.testing.assert_close(own_weights, weights)
+
+
+@pytest.mark.parametrize(
+    "model_type, class_name",
+    [("gpt_oss", "GptOssTopKRouter"), ("minimax_m2", "MiniMaxM2TopKRouter")],
+    ids=["bias", "sigmoid with a selection bias"],
+)
+def test_router_of_another_kind_is_refused(model_type, class_name):
+    model = router_of(model_type, class_name, num_local_experts=8, num_experts_per_tok=2)
+    with pytest.raises(ReplayError, match=f"0.gate: routing replay knows softmax top-k routers, and {class_name}"):
         replay.install(model, RoutingReplay(), linear)
+
+
+def test_experts_whose_router_is_not_found_are_refused(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = AutoConfig.for_model("glm4_moe", **sizes, **heads, vocab_size=32, n_routed_experts=4, first_k_dense_replace=1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with pytest.raises(ReplayError, match="Glm4MoeForCausalLM has 1 layers of experts, .* knows 0 of its routers"):
+        build(None, tmp_path)
 
 
 # ---- replay -----------------------------------------------------------------------------------------------------------

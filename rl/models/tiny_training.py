@@ -215,6 +215,7 @@ def train(
     model.eval()
     return {
         "plan": asdict(plan),
+        "device": model.device.type,
         "steps": step,
         "tokens": tokens,
         "seconds": round(time.monotonic() - started, 1),

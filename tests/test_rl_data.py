@@ -1,0 +1,151 @@
+"""Data sets: the row schema, its check, and the preparation of DAPO's rows for verl."""
+
+import copy
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+
+from rl.data import DAPO_PREFIX, DAPO_SUFFIX, DataError, dapo_prompt, load_rows, prepare, validate_rows, write_rows
+from rl.reward import score
+
+FIXTURE = Path(__file__).parent / "fixtures" / "dapo_rows.jsonl"
+"""Written for these tests: 12 rows with 3 duplicates (one whose answer is written "025", one that already has the
+instruction) and 3 rows of one problem whose answers contradict each other."""
+
+GOOD = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 0},
+}
+
+
+def changed(path: str, value) -> dict:
+    """``GOOD`` with one field replaced, or removed if ``value`` is ...; ``path`` is like "prompt.0.role"."""
+    row = copy.deepcopy(GOOD)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    target = row
+    for part in parents:
+        target = target[part]
+    if value is ...:
+        del target[last]
+    else:
+        target[last] = value
+    return row
+
+
+def test_good_rows_pass():
+    validate_rows([GOOD], "x.parquet")
+    validate_rows([changed("extra_info", ...), changed("ability", ...)], "x.parquet")
+    validate_rows([changed("prompt", [{"role": "system", "content": "Be brief."}, *GOOD["prompt"]])], "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (changed("reward_model.ground_truth", ...), "reward_model.ground_truth is missing; add the gold answer"),
+        (changed("reward_model.ground_truth", None), "reward_model.ground_truth is missing"),
+        (changed("reward_model.ground_truth", "  "), "reward_model.ground_truth is empty"),
+        (changed("reward_model.ground_truth", 2), "reward_model.ground_truth is int 2, expected str"),
+        (changed("reward_model", ...), "reward_model is missing"),
+        (changed("reward_model", "2"), "reward_model is str '2', expected dict"),
+        (changed("prompt", ...), "prompt is missing"),
+        (changed("prompt", []), "prompt is empty"),
+        (changed("prompt", "What is 1 + 1?"), "prompt is str 'What is 1 + 1?', expected list"),
+        (changed("prompt", ["What?"]), "prompt[0] is str 'What?', expected dict"),
+        (changed("prompt.0.content", ""), "prompt[0].content is empty"),
+        (changed("prompt.0.role", ...), "prompt[0].role is missing"),
+        (changed("prompt.0.role", "assistant"), "prompt ends with role 'assistant', expected user"),
+        (changed("data_source", ...), "data_source is missing"),
+        (changed("extra_info", 3), "extra_info is int 3, expected dict"),
+        ("text", "is str, expected an object"),
+    ],
+)
+def test_a_bad_row_is_one_clear_line(row, message):
+    with pytest.raises(DataError) as caught:
+        validate_rows([GOOD, row], "some/train.parquet")
+    text = str(caught.value)
+    assert text.startswith("some/train.parquet: row 1: ") and message in text
+    assert "\n" not in text and isinstance(caught.value, ValueError)
+
+
+def test_an_empty_data_set_is_refused():
+    with pytest.raises(DataError, match=r"x\.parquet: no rows"):
+        validate_rows([], "x.parquet")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + "\n{oops\n")
+    for name, message in [
+        ("missing.parquet", "no such file"),
+        ("table.csv", "is a .parquet or .jsonl file"),
+        ("broken.parquet", "not a readable parquet file"),
+        ("broken.jsonl", "line 2 is not JSON"),
+    ]:
+        with pytest.raises(DataError) as caught:
+            load_rows(tmp_path / name)
+        assert message in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_both_formats_give_the_same_rows(tmp_path):
+    rows = load_rows(FIXTURE)
+    validate_rows(rows, FIXTURE)
+    write_rows(rows, tmp_path / "deep" / "rows.parquet")
+    assert load_rows(tmp_path / "deep" / "rows.parquet") == rows
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.parquet"]  # nothing half-written is left
+
+
+def test_prepare(tmp_path):
+    report = prepare(FIXTURE, tmp_path / "out.parquet")
+    assert (report.read, report.written, report.duplicates, report.contradicting) == (12, 6, 3, 3)
+    assert report.instruction_added == 5  # the sixth had it
+    assert "12 rows read, 6 written; dropped 3 duplicates and 3 with contradicting answers" in str(report)
+    rows = load_rows(tmp_path / "out.parquet")
+    validate_rows(rows, "out.parquet")
+    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 3, 4, 5, 10]
+    for row in rows:
+        (message,) = row["prompt"]
+        assert message["content"].startswith(DAPO_PREFIX) and message["content"].endswith(DAPO_SUFFIX)
+        assert message["content"].count("of the form Answer:") == 1
+        assert score(f"Answer: {row['reward_model']['ground_truth']}", row["reward_model"]["ground_truth"]).correct
+    assert rows[3]["prompt"][0]["content"] == dapo_prompt("一个长方形长 5 米,宽 3 米。它的面积是多少平方米?")
+
+
+def test_prepare_is_idempotent(tmp_path):
+    prepare(FIXTURE, tmp_path / "once.parquet")
+    report = prepare(tmp_path / "once.parquet", tmp_path / "twice.parquet")
+    assert (report.read, report.written, report.instruction_added) == (6, 6, 0)
+    assert load_rows(tmp_path / "once.parquet") == load_rows(tmp_path / "twice.parquet")
+
+
+def test_prepare_keeps_the_system_message(tmp_path):
+    system = {"role": "system", "content": "Be brief."}
+    write_rows([changed("prompt", [system, *GOOD["prompt"]])], tmp_path / "in.parquet")
+    prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    (row,) = load_rows(tmp_path / "out.parquet")
+    assert row["prompt"] == [system, {"role": "user", "content": dapo_prompt("What is 1 + 1?")}]
+
+
+def test_prepare_refuses_and_writes_nothing(tmp_path):
+    write_rows([GOOD, changed("reward_model.ground_truth", "")], tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=r"in\.parquet: row 1: reward_model\.ground_truth is empty"):
+        prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    write_rows([GOOD, changed("reward_model.ground_truth", "3")], tmp_path / "in.parquet")
+    with pytest.raises(DataError, match="every problem has contradicting answers"):
+        prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    with pytest.raises(DataError, match=r"name it \.parquet"):
+        prepare(FIXTURE, tmp_path / "out.csv")
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_datasets_reads_what_prepare_writes(tmp_path):
+    """verl reads training files with the datasets package."""
+    prepare(FIXTURE, tmp_path / "out.parquet")
+    loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "out.parquet"), cache_dir=str(tmp_path))
+    assert loaded["train"][0]["reward_model"] == {"ground_truth": "84", "style": "rule"}
+    assert pq.read_schema(tmp_path / "out.parquet").names[:2] == ["data_source", "prompt"]
