@@ -6,6 +6,7 @@ Exit status: 0 done, 1 training stopped itself.
 
 import gc
 import importlib
+import json
 import os
 import secrets
 import sys
@@ -33,7 +34,16 @@ def resolve_backend(wanted: str, cuda: bool) -> str:
     return "flashinfer_w4a4" if torch.cuda.get_device_capability()[0] >= 10 else "marlin"
 
 
-def set_environment(run_dir: Path, cuda: bool, nodes: int) -> None:
+SMALL_HIDDEN_SIZE = 512
+
+
+def engine_threads(model: Path, cores: int) -> int:
+    """Threads of the CPU engine: one for a hidden size up to SMALL_HIDDEN_SIZE, whose products are too short to split."""
+    hidden = json.loads((model / "config.json").read_text()).get("hidden_size", 0)
+    return 1 if hidden <= SMALL_HIDDEN_SIZE else cores
+
+
+def set_environment(run_dir: Path, model: Path, cuda: bool, nodes: int) -> None:
     """What verl, vLLM and Ray must find in the environment of every process of the run."""
     values = {
         "LOCKSTEP_RUN_DIR": str(run_dir),
@@ -63,10 +73,11 @@ def set_environment(run_dir: Path, cuda: bool, nodes: int) -> None:
     if cuda:
         values |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "NCCL_SOCKET_IFNAME": "lo"}
     else:
-        threads = str(max(1, len(os.sched_getaffinity(0))))
+        cores = len(os.sched_getaffinity(0))
         values |= {
             "VERL_PLATFORM": "cpu",
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": str(cores),
+            "LOCKSTEP_ENGINE_THREADS": str(engine_threads(model, cores)),
             # Waiting threads must not spin: trainer, engine and Ray share the cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             "TQ_NUM_THREADS": "1",
@@ -178,7 +189,7 @@ def main(run_dir: str) -> int:
     folder = RunFolder(run_dir)
     stacks = enable_stack_dumps(folder.path)
     cuda = cuda_available()
-    set_environment(folder.path, cuda, folder.recipe.trainer.nodes)
+    set_environment(folder.path, Path(folder.recipe.model.path), cuda, folder.recipe.trainer.nodes)
     ray_tmp = os.environ.setdefault("LOCKSTEP_RAY_TMP", f"/tmp/lockstep-{os.getpid()}")
     Path(ray_tmp).mkdir(parents=True, exist_ok=True)
     folder.stage("importing verl and vLLM")

@@ -5,6 +5,8 @@ values and rounds where docs/numerics.md says (the `emulation` backend), which i
 matrix products on processors without AVX512-BF16 or AMX.
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -167,6 +169,9 @@ def _keep_uniproc_executor(platform) -> None:
 
 def install() -> None:
     """Replace the CPU entries of vLLM's registries; raises PatchError if a name moved."""
+    # vLLM forbids torch.set_num_threads later, and for a small model a second thread costs more than it brings.
+    if threads := os.environ.get("LOCKSTEP_ENGINE_THREADS"):
+        torch.set_num_threads(int(threads))
     from vllm.platforms.interface import PlatformEnum
 
     from rollout.experts import CpuExperts, CpuNvfp4Experts

