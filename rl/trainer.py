@@ -18,7 +18,7 @@ for _name in ("_init_resource_pool_mgr", "_setup", "_compute_metrics", "_validat
 
 
 patch_target("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll")
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S = 0.2
 
 
 class GateError(RuntimeError):

@@ -50,18 +50,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    # Waiting threads sleep: on a machine shared with other work, spinning ones make small matrix products 10x slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-
     from rl.models.tiny_assets import check_target, make_assets
-    from rl.models.tiny_training import Plan
 
     try:
         check_target(args.out, args.overwrite)
     except FileExistsError as error:
         print(f"make_tiny_model.py: {error}", file=sys.stderr)
         return 2
+    # Waiting threads sleep: on a machine shared with other work, spinning ones make small matrix products 10x slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    from rl.models.tiny_training import Plan
+
     if args.threads:
         torch.set_num_threads(args.threads)
     plan = Plan(seed=args.seed)

@@ -24,6 +24,15 @@ ASSETS = ROOT / "assets" / "tiny_math"
 SCRIPT = ROOT / "scripts" / "make_tiny_model.py"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Products of this size gain nothing from threads, and lose much where other work shares the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "bf16")
@@ -138,8 +147,8 @@ def test_loss_is_on_results_and_on_responses_only(tokenizer):
     for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
         response = tokenizer.decode(labels[labels != IGNORE])
         assert response.endswith(END) and "Answer: " in response and "user" not in response
-        labelled = labels != IGNORE
-        assert torch.equal(ids[1:][labelled[:-1]], labels[:-1][labelled[:-1]])  # each label is the next token
+        inside = (labels[:-1] != IGNORE) & (labels[:-1] != tokenizer.eos_token_id)
+        assert torch.equal(ids[1:][inside], labels[:-1][inside])  # each label is the next token
 
 
 def test_orthogonal_updates():
@@ -154,7 +163,7 @@ def test_orthogonal_updates():
 
 
 def test_training_lowers_the_loss_and_is_seeded(tokenizer):
-    plan = replace(Plan(), steps=8, batch_size=8)
+    plan = replace(Plan(), steps=8, batch_size=4)
     held = next(demonstrations(tokenizer, seed=99, batch_size=32, slip_rate=0.0))
     results = []
     for _ in range(2):
@@ -164,7 +173,7 @@ def test_training_lowers_the_loss_and_is_seeded(tokenizer):
         results.append(losses(model, held)[0].item())
     assert results[0] < before - 1.0
     assert results[0] == pytest.approx(results[1], rel=1e-3)
-    assert summary["steps"] == 8 and summary["tokens"] > 8 * 8 * 30
+    assert summary["steps"] == 8 and summary["tokens"] > 8 * 4 * 30
 
 
 def test_minutes_end_the_training(tokenizer):

@@ -12,15 +12,15 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-from quant.checkpoint import decoded_state, quantize_checkpoint
 from rl import tiny_math
 from rl.data import write_rows
-from rl.models.tiny import Accuracy, build_model, build_tokenizer, evaluate
-from rl.models.tiny_training import Plan, train
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+
+    from rl.models.tiny_training import Plan
 
 TRAIN_ROWS, TEST_ROWS = 4096, 256
 BF16, QUANTISED = "bf16", "nvfp4_mxfp8"
@@ -43,7 +43,7 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 def make_assets(
-    out: Path, plan: Plan, minutes: float | None = None, overwrite: bool = False, show_progress: bool = True
+    out: Path, plan: "Plan", minutes: float | None = None, overwrite: bool = False, show_progress: bool = True
 ) -> dict:
     """Trains the tiny model and writes the folder ``out``; returns what training.json holds.
 
@@ -70,7 +70,11 @@ def make_assets(
     return summary
 
 
-def _fill(folder: Path, plan: Plan, minutes: float | None, show_progress: bool) -> dict:
+def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool) -> dict:
+    from quant.checkpoint import quantize_checkpoint
+    from rl.models.tiny import build_model, build_tokenizer, evaluate
+    from rl.models.tiny_training import train
+
     train_problems = tiny_math.generate("train", TRAIN_ROWS, plan.seed)
     test_problems = tiny_math.generate("test", TEST_ROWS, plan.seed)
     write_rows(tiny_math.to_rows(train_problems, "train"), folder / "train.parquet")
@@ -82,23 +86,27 @@ def _fill(folder: Path, plan: Plan, minutes: float | None, show_progress: bool) 
     _save(model, tokenizer, folder / BF16)
     quantize_checkpoint(folder / BF16, folder / QUANTISED, progress=False)
     for name in (BF16, QUANTISED):
-        accuracy: Accuracy = evaluate(load_plain(folder / name), tokenizer, test_problems, seed=plan.seed)
-        summary[name] = asdict(accuracy)
+        summary[name] = asdict(evaluate(load_plain(folder / name), tokenizer, test_problems, seed=plan.seed))
     (folder / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def _save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def _save(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     """Rounds to bf16 and saves, with the end-of-turn token as the only stop and no sampling settings."""
-    model = model.to(torch.bfloat16)
+    model = model.bfloat16()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def load_plain(folder: Path) -> Qwen3MoeForCausalLM:
+def load_plain(folder: Path) -> "Qwen3MoeForCausalLM":
     """A checkpoint of either format as a plain float32 model: stored weights, decoded exactly, float32 arithmetic."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from quant.checkpoint import decoded_state
+
     config = Qwen3MoeConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is None:
         return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
