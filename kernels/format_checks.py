@@ -81,7 +81,7 @@ def _check_decoders(device: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, b
     return results
 
 
-def _milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
+def median_milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
     """Median time of a call; the device is synchronised around each."""
     times = []
     for _ in range(repeats + 3):
@@ -120,7 +120,7 @@ def check_and_time(device: str = "cuda", experts: int = 8, rows: int = 6144, col
     }
     times = {}
     for name, (run, moved) in runs.items():
-        milliseconds = _milliseconds(run)
+        milliseconds = median_milliseconds(run)
         times[name] = {"ms": milliseconds, "gb_per_s": moved / milliseconds / 1e6}
     for entry in times.values():
         entry["share_of_copy"] = entry["gb_per_s"] / times["copy"]["gb_per_s"]

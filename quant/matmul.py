@@ -94,8 +94,9 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        weight, factor = decode_weight(ctx.saved_tensors, ctx.backend, grad.dtype)
-        return multiply(grad, weight, factor), None, None, *(None for _ in ctx.saved_tensors)
+        packed = ctx.saved_tensors  # read once: under activation checkpointing torch 2.11 refuses a second time
+        weight, factor = decode_weight(packed, ctx.backend, grad.dtype)
+        return multiply(grad, weight, factor), None, None, *(None for _ in packed)
 
 
 def frozen_linear(

@@ -338,7 +338,7 @@ def _check_config(config: dict, model: nn.Module, folder: Path) -> None:
     """Refuse what the tensors do not show: a changed base, another scaling, a rank or scaling of a module's own."""
     if config.get("init_lora_weights") not in (None, True, False, "gaussian"):
         raise AdapterError(
-            f"{folder}: init_lora_weights={config['init_lora_weights']!r} changed the base weights; convert the adapter "
+            f"{folder}: init_lora_weights={config['init_lora_weights']!r} changed the base weights; convert it "
             "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
@@ -392,7 +392,7 @@ def _assign(parameter: torch.Tensor, value: torch.Tensor | None, name: str, fold
         raise AdapterError(f"{folder}: no tensor for {name}; the recipe's lora_targets differ from the adapter's")
     if value.shape != parameter.shape:
         raise AdapterError(
-            f"{folder}: {name} has shape {tuple(value.shape)}, the recipe needs {tuple(parameter.shape)}; check lora_rank"
+            f"{folder}: {name} has shape {tuple(value.shape)}, the recipe needs {tuple(parameter.shape)}; see lora_rank"
         )
     with torch.no_grad():
         parameter.copy_(value)

@@ -114,7 +114,7 @@ def build(
     layers = sum(isinstance(module, QuantExperts) or is_experts(module) for module in model.modules())
     if layers != len(routers):
         raise replay.ReplayError(
-            f"{type(model).__name__} has {layers} layers of experts, and routing replay knows {len(routers)} of its routers"
+            f"{type(model).__name__} has {layers} layers of experts, routing replay knows {len(routers)} of its routers"
         )
     experts = routers[0].weight.shape[0] if routers else 0
     return TrainerModel(model, routing, spec, adapted, sorted(r.layer for r in routers), experts)

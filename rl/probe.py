@@ -1,4 +1,4 @@
-"""The trainer's answers to the consistency check, for a `modeling.TrainerModel` (in process or inside the verl engine)."""
+"""The trainer's answers to the consistency check, for a `modeling.TrainerModel` (in process or in the verl engine)."""
 
 import numpy as np
 import torch

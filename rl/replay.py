@@ -130,8 +130,8 @@ def install(model: nn.Module, replay: RoutingReplay, matmul: Callable) -> int:
 def check_ids(ids: torch.Tensor, layers: Sequence[int], experts: int, sequence: int) -> None:
     """Refuse engine ids [n, L, K] that cannot be a routing: out of range, or one expert twice for a token.
 
-    Rows that the engine marks as not computed (UNKNOWN throughout) pass. Rows that it never wrote are all zero, which is
-    one expert twice: they are an error, not a silent route.
+    Rows that the engine marks as not computed (UNKNOWN throughout) pass. Rows that it never wrote are all zero, which
+    is one expert twice: they are an error, not a silent route.
     """
     if ids.shape[1] <= max(layers):
         raise ReplayError(
@@ -154,8 +154,8 @@ def check_ids(ids: torch.Tensor, layers: Sequence[int], experts: int, sequence: 
         row, column = twice.nonzero()[0].tolist()
         zero = "rows the engine did not write" if not used[row].any() else "a duplicate id"
         raise ReplayError(
-            f"sequence {sequence}, token {tokens[row]}, layer {layers[column]}: ids {used[row, column].tolist()}: {zero}; "
-            "check enable_return_routed_experts and prefix caching in the engine"
+            f"sequence {sequence}, token {tokens[row]}, layer {layers[column]}: ids {used[row, column].tolist()}: "
+            f"{zero}; check enable_return_routed_experts and prefix caching in the engine"
         )
 
 

@@ -38,7 +38,7 @@ SMALL_HIDDEN_SIZE = 512
 
 
 def engine_threads(model: Path, cores: int) -> int:
-    """Threads of the CPU engine: one for a hidden size up to SMALL_HIDDEN_SIZE, whose products are too short to split."""
+    """Threads of the CPU engine: one for a hidden size up to SMALL_HIDDEN_SIZE, whose products are short."""
     hidden = json.loads((model / "config.json").read_text()).get("hidden_size", 0)
     return 1 if hidden <= SMALL_HIDDEN_SIZE else cores
 

@@ -31,6 +31,7 @@ def positive(kind: type) -> object:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; bad usage ends with exit 2."""
     parser = argparse.ArgumentParser(
         prog="make_tiny_model.py",
         description="Train a 2.7 M parameter Qwen3-MoE on arithmetic word problems, write it in bf16 and quantised.",
@@ -49,6 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run; returns the exit status."""
     args = parse(argv)
     from rl.models.tiny_assets import check_target, make_assets
 

@@ -112,7 +112,7 @@ def pair():
     return trainer, Engine(trainer)
 
 
-# ---- verdicts ---------------------------------------------------------------------------------------------------------
+# ---- verdicts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("probe", [True, False])
@@ -205,14 +205,19 @@ def test_layer_that_routes_otherwise_is_named(pair, kind, value):
 
 @pytest.mark.parametrize(
     "gap, named",
-    [(0.05, ["kl_k3", "mean_abs"]), (0.2, ["kl_k3", "max_abs", "mean_abs"]), (0.03, ["mean_abs"]), (math.nan, ["kl_k3"])],
+    [
+        (0.05, ["kl_k3", "mean_abs"]),
+        (0.2, ["kl_k3", "max_abs", "mean_abs"]),
+        (0.03, ["mean_abs"]),
+        (math.nan, ["kl_k3"]),
+    ],
 )
 def test_log_probs_that_differ_are_a_failure_of_the_named_statistic(pair, gap, named):
     trainer, engine = pair
     trainer.gap = gap
     report = run(trainer, engine, probe=False)
     assert report.verdict == "fail"
-    assert all(any(f"log-probs: replayed {name} is" or f"replayed {name} " in r for r in report.reasons) for name in named)
+    assert all(any(f"replayed {name} " in reason for reason in report.reasons) for name in named)
     if math.isfinite(gap):
         assert len(report.reasons) == len(named)
 
@@ -265,7 +270,7 @@ def test_gap_that_only_an_adapter_shows_fails(pair):
     assert [r.split(" is ")[0] for r in run(trainer, engine).reasons] == ["probe: with a random adapter replayed kl_k3"]
 
 
-# ---- the adapter comes back -------------------------------------------------------------------------------------------
+# ---- the adapter comes back ----------------------------------------------------------------------------------------
 
 
 def test_probe_leaves_the_trained_adapter_on_both_sides(pair):
@@ -300,7 +305,7 @@ def test_adapter_that_did_not_come_back_to_the_engine_fails(pair):
     assert report.reasons == ["weights: 1 adapter tensors differ, first layers.0.q_proj.lora_B (engine lacks it)"]
 
 
-# ---- parts ------------------------------------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------------------------------
 
 
 def test_logprob_statistics_are_their_formulas():

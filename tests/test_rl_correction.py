@@ -56,7 +56,9 @@ def oracle(batch: dict, weight, kept=lambda _row, _ratios: True) -> tuple[float,
             continue
         for t, place in enumerate(places):
             if mask[t]:
-                factor = weight(math.exp(own[place] - rollout[t]), math.prod(ratios)) * float(batch["advantages"][row][t])
+                factor = weight(math.exp(own[place] - rollout[t]), math.prod(ratios)) * float(
+                    batch["advantages"][row][t]
+                )
                 loss -= factor * own[place] / tokens
                 grads[row][place] = -factor / tokens
     return loss, grads
@@ -75,7 +77,11 @@ def assert_equals(result, expected, rel: float = 1e-5) -> None:
 
 def test_recipe_trains_capped_importance_sampling_applied_once():
     batch = make(spread=1.0)
-    flat = [math.exp(d) for row in ROWS for d in (batch["log_probs"][row][-RESPONSES[row] - 1 : -1] - batch["old_log_probs"][row])]
+    flat = [
+        math.exp(d)
+        for row in ROWS
+        for d in (batch["log_probs"][row][-RESPONSES[row] - 1 : -1] - batch["old_log_probs"][row])
+    ]
     assert max(flat) > CAP > 1 > min(flat), "the batch must have weights on both sides of the cap"
     assert_equals(run(actor_config(), batch, [ROWS]), oracle(batch, capped))
 
@@ -166,7 +172,7 @@ def test_values_in_the_padding_of_a_padded_batch_have_no_say(fill):
     assert not log_prob.grad[~mask].any()
 
 
-# ---- other corrections ------------------------------------------------------------------------------------------------
+# ---- other corrections ---------------------------------------------------------------------------------------------
 
 
 def test_no_correction_is_plain_policy_gradient():

@@ -29,7 +29,7 @@ def expert_adapter(shared: bool) -> lora.LoRAExperts:
     return adapter
 
 
-# ---- what it adds -----------------------------------------------------------------------------------------------------
+# ---- what it adds --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", [("attention",), ("experts",), TARGETS], ids="-".join)
@@ -90,7 +90,7 @@ def test_disabled_adapters_give_the_base_and_come_back():
         assert torch.equal(logits(trainer_model, ids), adapted)
 
 
-# ---- what is adapted --------------------------------------------------------------------------------------------------
+# ---- what is adapted -----------------------------------------------------------------------------------------------
 
 
 def test_targets_choose_modules_by_group_or_name():
@@ -131,7 +131,7 @@ def test_seed_decides_the_adapter_and_b_starts_at_zero():
     assert all(bool(parameter.any()) != name.endswith("B") for name, parameter in first.items())
 
 
-# ---- what is trained --------------------------------------------------------------------------------------------------
+# ---- what is trained -----------------------------------------------------------------------------------------------
 
 
 def loss_of(trainer_model, ids: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_gradient_checkpointing_gives_the_same_loss_and_gradients():
     assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
 
 
-# ---- what is sent -----------------------------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared A", "own A"])

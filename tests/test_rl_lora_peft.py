@@ -26,7 +26,7 @@ def saved(tmp_path_factory):
 
 
 def stock_model(quantised: bool = True) -> torch.nn.Module:
-    """transformers' own Qwen3-MoE in float32, with the decoded weights of the quantised checkpoint or the plain ones."""
+    """transformers' own Qwen3-MoE in float32, with the quantised checkpoint's decoded weights or the plain ones."""
     if not quantised:
         return AutoModelForCausalLM.from_pretrained(PLAIN, dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(QUANTISED)
@@ -43,7 +43,7 @@ def copy_of(folder, target, **config):
     return target
 
 
-# ---- round trips ------------------------------------------------------------------------------------------------------
+# ---- round trips ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_configuration_is_pefts(saved):
     assert LoraConfig.from_pretrained(saved[0]).target_parameters == config["target_parameters"]
 
 
-# ---- stock PEFT -------------------------------------------------------------------------------------------------------
+# ---- stock PEFT ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ("attention",), ("experts",)], ids="-".join)
 def test_stock_peft_computes_the_same_logits(tmp_path, targets):
-    """Tolerance: float32 on both sides, so only the order of additions differs; the adapter moves logits by far more."""
+    """Tolerance: float32 on both sides, only the order of additions differs; the adapter moves logits by far more."""
     ours, ids = build(spec(targets=targets), dtype=torch.float32), token_ids()
     randomise(ours.model)
     lora.save_peft(ours.model, ours.spec, tmp_path, str(QUANTISED))
@@ -116,7 +116,7 @@ def test_adapter_that_stock_peft_made_loads(tmp_path):
         torch.testing.assert_close(logits(ours, ids), expected, rtol=1e-4, atol=1e-4)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
@@ -184,7 +184,8 @@ def test_tensor_of_another_shape_is_named(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}}]
+    "setting",
+    [{"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}}],
 )
 def test_settings_that_the_tensors_do_not_show_are_refused(saved, tmp_path, setting):
     with pytest.raises(lora.AdapterError, match=f"{next(iter(setting))}=.*only plain LoRA loads"):

@@ -86,7 +86,7 @@ def gone(pid: int, seconds: float = 10) -> bool:
     return not alive(pid)
 
 
-# ---- as python does ---------------------------------------------------------------------------------------------------
+# ---- as python does ------------------------------------------------------------------------------------------------
 
 
 def test_worker_is_a_fork_of_the_warm_process(stub):
@@ -107,7 +107,7 @@ def test_worker_is_a_fork_of_the_warm_process(stub):
         "raise ValueError('wrong')",
         "os._exit(7)",
         "import atexit; atexit.register(print, 'bye'); sys.exit(4)",
-        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start(); print('now')",
+        "import threading as t, time; t.Thread(target=lambda: (time.sleep(0.2), print('late'))).start(); print('now')",
         "os.kill(os.getpid(), signal.SIGKILL)",
         "os.kill(os.getpid(), signal.SIGTERM)",
         "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()",
@@ -191,7 +191,7 @@ def test_workers_that_start_together_draw_different_numbers(stub):
     assert len(set(results)) == 8 and all(results)
 
 
-# ---- signals ----------------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------------------------
 
 
 def started(stub: str, code: str) -> tuple[subprocess.Popen, int]:
@@ -232,7 +232,7 @@ def test_killed_child_shows_in_the_stubs_status(stub):
         assert process.wait(10) == -signal.SIGKILL
 
 
-# ---- ends and refusals ------------------------------------------------------------------------------------------------
+# ---- ends and refusals ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "ends"])
@@ -275,5 +275,8 @@ def test_import_that_started_a_thread_is_refused(tmp_path):
     )
     result = run(sys.executable, "-c", code, tmp_path, cwd=ROOT)
     assert result.returncode == 1
-    assert "RuntimeError: cannot fork a warm interpreter: an import started threads (MainThread, greedy import)" in result.stderr
+    assert (
+        "RuntimeError: cannot fork a warm interpreter: an import started threads (MainThread, greedy import)"
+        in result.stderr
+    )
     assert not (tmp_path / "prefork.sock").exists()

@@ -40,7 +40,7 @@ def sequences(probe: TrainerProbe, wrong_layer: int | None = None) -> list[Seque
 def test_score_of_the_same_model_agrees_everywhere(probe):
     known = sequences(probe)
     score = probe.score(known)
-    assert score.agreement == score.agreement_replayed == {layer: 1.0 for layer in range(4)}
+    assert score.agreement == score.agreement_replayed == dict.fromkeys(range(4), 1.0)
     for ours, sequence in zip(score.replayed, known, strict=True):
         assert ours == pytest.approx(sequence.logprobs, abs=1e-3) and len(ours) == len(sequence.response_ids)
     assert (score.tokens, score.not_replayed) == (11 + 8, 2)
@@ -49,7 +49,7 @@ def test_score_of_the_same_model_agrees_everywhere(probe):
 def test_other_routes_lower_the_free_agreement_of_their_layer_and_are_replayed(probe):
     score = probe.score(sequences(probe, wrong_layer=2))
     assert score.agreement[2] < 0.5 < min(score.agreement[layer] for layer in (0, 1, 3))
-    assert score.agreement_replayed == {layer: 1.0 for layer in range(4)}
+    assert score.agreement_replayed == dict.fromkeys(range(4), 1.0)
     assert score.free != score.replayed
 
 
@@ -88,7 +88,9 @@ def test_test_adapter_is_in_one_kind_of_module_at_a_time(probe):
     assert not probe.adapter_is_zero()
     parameters["model.layers.0.self_attn.q_proj.lora_B"].data.add_(1.0)  # trained on
     probe.restore_adapter()
-    assert not torch.equal(parameters["model.layers.0.self_attn.q_proj.lora_B"], kept["model.layers.0.self_attn.q_proj.lora_B"])
+    assert not torch.equal(
+        parameters["model.layers.0.self_attn.q_proj.lora_B"], kept["model.layers.0.self_attn.q_proj.lora_B"]
+    )
 
 
 def test_seed_decides_the_test_adapter(probe):

@@ -121,7 +121,7 @@ def test_a_step_without_rollout_log_probs_has_no_mismatch():
     assert stats.mismatch_metrics(log_probs(make(), [0]), data) == {} == stats.finish({})
 
 
-# ---- alignment --------------------------------------------------------------------------------------------------------
+# ---- alignment -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +130,11 @@ def scored():
     """(trainer model, ids, log-prob of every token from 1 on): each asked for after exactly the tokens before it."""
     trainer_model = build(None, dtype=torch.float32)
     ids = token_ids(1, 9)[0]
-    return trainer_model, ids, [
-        float(logits(trainer_model, ids[None, :t])[0, -1].log_softmax(-1)[ids[t]]) for t in range(1, len(ids))
-    ]
+    return (
+        trainer_model,
+        ids,
+        [float(logits(trainer_model, ids[None, :t])[0, -1].log_softmax(-1)[ids[t]]) for t in range(1, len(ids))],
+    )
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
@@ -152,7 +154,8 @@ def test_metrics_see_a_shift_by_one_position(scored, shift):
 def test_probe_scores_each_response_token_after_the_tokens_before_it(scored):
     trainer_model, ids, known = scored
     sequences = [
-        Sequence(ids[:prompt].tolist(), ids[prompt:end].tolist(), [], engine_ids(end)) for prompt, end in ((4, 9), (2, 6))
+        Sequence(ids[:prompt].tolist(), ids[prompt:end].tolist(), [], engine_ids(end))
+        for prompt, end in ((4, 9), (2, 6))
     ]
     score = TrainerProbe(trainer_model).score(sequences)
     assert score.free[0] == pytest.approx(known[3:8], abs=1e-4)

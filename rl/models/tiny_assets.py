@@ -5,6 +5,8 @@ nvfp4_mxfp8/     the same in the served formats: the trainer's frozen base and w
 train.parquet    problems to train on with reinforcement learning
 test.parquet     held-out problems
 training.json    the plan, the seconds, and both checkpoints' accuracy on test.parquet
+
+torch is imported only once there is something to train or to load, so that a wrong folder is refused at once.
 """
 
 import json
