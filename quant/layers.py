@@ -31,9 +31,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from quant.fsdp import allow_integer_parameters
 from quant.matmul import BACKENDS, frozen_grouped_linear, frozen_linear
 from quant.mxfp8 import MXFP8Tensor
 from quant.nvfp4 import NVFP4Tensor
+
+allow_integer_parameters()  # before anybody shards these modules
 
 
 def as_bytes(tensor: torch.Tensor) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Trainer and engine in one process, for checks and tests: FSDP2 over a one-process gloo mesh, and an embedded vLLM.
+"""Trainer and engine in one process, for checks and tests: FSDP2 over a one-process mesh, and an embedded vLLM.
 
 No Ray and no server. The same model, probe and engine worker code as inside a verl run.
 """
@@ -25,7 +25,7 @@ def shard(model: torch.nn.Module, dtype: torch.dtype) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     kwargs = {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mesh": init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }
     names = set(model._no_split_modules)
@@ -65,14 +65,22 @@ class InProcessSide:
 class InProcessPair:
     """Both sides of a checkpoint: `trainer_model`, `probe` (trainer side) and `engine_side`.
 
-    vLLM is started first: it sets up torch.distributed for itself, which the trainer's mesh then joins.
+    vLLM is started first: it sets up torch.distributed for itself, which the trainer's mesh then joins. `backend` are
+    the rounding points of the trainer's frozen base (quant.matmul.BACKENDS) and `device` is where the trainer computes.
     """
 
     def __init__(
-        self, path: Path, spec: lora.LoRASpec, options: EngineOptions, dtype: torch.dtype = torch.bfloat16
+        self,
+        path: Path,
+        spec: lora.LoRASpec,
+        options: EngineOptions,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "emulation",
+        device: str = "cpu",
     ) -> None:
         self.engine = InProcessEngine(path, options)
-        self.trainer_model = modeling.build(path, spec, dtype=dtype)
+        self.trainer_model = modeling.build(path, spec, dtype=dtype, backend=backend)
+        self.trainer_model.model.to(device)
         shard(self.trainer_model.model, dtype)
         self.probe = TrainerProbe(self.trainer_model)
         self.engine_side = InProcessSide(self.engine, self.trainer_model)

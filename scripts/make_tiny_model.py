@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan(seed=args.seed)
     if args.steps:
         plan = replace(plan, steps=args.steps)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed
     summary = make_assets(args.out, plan, args.minutes, args.overwrite, not args.quiet)
     print(f"{args.out}: {summary['parameters']:,} parameters, {summary['steps']} steps in {summary['seconds']:.0f} s")
     for name in ("bf16", "nvfp4_mxfp8"):

@@ -3,7 +3,14 @@
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quant.fsdp import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = """
@@ -92,3 +99,42 @@ def test_two_workers(tmp_path):
     ]
     errors = [worker.communicate(timeout=300)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+
+
+def old_fsdp():
+    """The two places in which torch 2.11 treats every parameter as a floating-point one."""
+    module = types.ModuleType("old")
+    module.nn = nn
+
+    class FSDPParam:
+        def _init_sharded_param(self, param):
+            self.sharded_param = module.nn.Parameter(param.detach())
+            self.sharded_param.requires_grad_(param.requires_grad)
+
+        def init_dtype_attrs(self, mp_policy):
+            self.orig_dtype = self.sharded_param.dtype
+            self.param_dtype = None if mp_policy == self.orig_dtype else mp_policy
+
+    module.FSDPParam = FSDPParam
+    return module
+
+
+def test_older_fsdp_keeps_bytes_as_they_are():
+    bytes_ = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+    module = old_fsdp()
+    with pytest.raises(RuntimeError, match="floating point"):
+        module.FSDPParam()._init_sharded_param(bytes_)
+    patch(module)
+    patch(module)
+    for param, dtype in ((bytes_, None), (nn.Parameter(torch.ones(2)), torch.bfloat16)):
+        sharded = module.FSDPParam()
+        sharded._init_sharded_param(param)
+        sharded.init_dtype_attrs(torch.bfloat16)
+        assert sharded.sharded_param.requires_grad == param.requires_grad
+        assert sharded.param_dtype == dtype
+    assert module.nn is nn
+
+
+def test_fsdp_of_another_shape_is_refused():
+    with pytest.raises(ImportError, match=r"FSDPParam is not as in torch 2\.11 .* install torch 2\.11 or 2\.13"):
+        patch(types.ModuleType("other"))
