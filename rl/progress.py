@@ -69,9 +69,7 @@ class Progress:
             when = f"after {count(event['step'], 'step')}" if event["step"] else "before training"
             self.line(f"  held-out accuracy {percent(event['accuracy'])} {when}")
         elif kind == "gate":
-            self.line(
-                f"  consistency check, step {event['step']}: {event['verdict']}  {event.get('summary', '')}".rstrip()
-            )
+            self.line(f"  consistency check, step {event['step']}: {event.get('summary') or event['verdict']}")
             for reason in event.get("reasons", []):
                 self.line(f"    {reason}")
         elif kind == "note":
