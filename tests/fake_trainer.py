@@ -34,7 +34,7 @@ def row(step: int) -> dict[str, float]:
 def train(log: EventLog, steps: int) -> None:
     """The events of a short run."""
     log.stage("loading model")
-    log.gate(0, "pass", [], "k3 1.0e-05, replayed routing 100 %")
+    log.gate(0, "pass", [], "pass: k3 1.0e-05, replayed routing 100 %")
     log.validation(0, 0.4)
     for step in range(1, steps + 1):
         time.sleep(0.05)
@@ -77,7 +77,7 @@ def main() -> int:
         )
         raise RuntimeError("the engine died")
     elif behaviour == "gate":
-        log.gate(0, "fail", ["weights: model.layers.1.mlp.experts.0 differs"], "1 tensor differs")
+        log.gate(0, "fail", ["weights: model.layers.1.mlp.experts.0 differs"], "fail: 1 tensor differs")
         log.failed("consistency check failed at step 0", 1)
         raise RuntimeError("check failed at step 0")
     elif behaviour == "killed":
