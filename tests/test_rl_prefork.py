@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the prefork ser
 ROOT = Path(__file__).resolve().parent.parent
 WARM = "  # from multiprocessing.spawn import spawn_main"  # what tells the stub that a -c command is a worker's
 DRIVER = """
-import random, sys, types
+import sys, types
+import numpy.random
 from pathlib import Path
 from rl.prefork import PreforkServer
 sys.modules["warm_marker"] = types.ModuleType("warm_marker")
@@ -185,10 +186,10 @@ def test_spawned_processes_of_a_worker_are_warm_too(stub, tmp_path):
 
 
 def test_workers_that_start_together_draw_different_numbers(stub):
-    code = "import random; print(random.random())" + WARM
+    code = "import numpy, random; print(random.random(), numpy.random.random())" + WARM
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: run(stub, "-c", code).stdout, range(8)))
-    assert len(set(results)) == 8 and all(results)
+    assert all(len(set(numbers)) == 8 for numbers in zip(*map(str.split, results), strict=True)) and all(results)
 
 
 # ---- signals -------------------------------------------------------------------------------------------------------
