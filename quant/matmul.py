@@ -14,9 +14,8 @@ from kernels import mxfp8, nvfp4
 from quant import activations
 
 BACKENDS = ("emulation", "marlin", "flashinfer_w4a4")
-_DECODE_BYTES = (
-    8 << 20
-)  # decoded weights held at a time in a grouped product; more leaves the cache (and malloc's heap)
+# Decoded weights held at a time in a grouped product; more leaves the cache (and malloc's heap).
+_DECODE_BYTES = 8 << 20
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:

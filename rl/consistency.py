@@ -10,22 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from rl.schema import Thresholds
+from rollout.sampling import Sequence
 
 SCHEMA = 1
-
-
-@dataclass
-class Sequence:
-    """A probe sequence as the engine sampled it: response log-probs [n], expert ids [len - 1, L, K] (or None)."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    logprobs: list[float]
-    routed_experts: np.ndarray | None
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.response_ids
 
 
 @dataclass

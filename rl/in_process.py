@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from rl import lora, modeling
-from rl.consistency import Sequence
 from rl.probe import TrainerProbe
 from rollout.engine import EngineOptions, InProcessEngine
+from rollout.sampling import Sequence
 
 
 def shard(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -51,12 +51,7 @@ class InProcessSide:
         self.engine.sync_adapter(wire, lora.wire_config(self.trainer.spec, self.trainer.adapted))
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
-        return [
-            Sequence(
-                s.prompt_ids, s.response_ids, s.logprobs, None if s.routed_experts is None else s.routed_experts.numpy()
-            )
-            for s in self.engine.generate(prompts, max_tokens)
-        ]
+        return self.engine.generate(prompts, max_tokens)
 
     def score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
         return self.engine.score(sequences, adapter=adapter)

@@ -5,7 +5,6 @@ reports, and ends everything that it started. Imports no torch, verl, vLLM or Ra
 """
 
 import argparse
-import ctypes
 import json
 import os
 import secrets
@@ -34,7 +33,7 @@ from rl.environment import describe
 from rl.events import STACKS_PREFIX, JsonlFollower, read_jsonl
 from rl.failure import log_excerpt
 from rl.preflight import Preflight, preflight
-from rl.processes import Process, RunProcesses, environment, process_start_time
+from rl.processes import Process, RunProcesses, die_with_parent, environment, process_start_time
 from rl.progress import Progress, count, duration, percent
 from rl.report import write_report
 from rl.summary import summarize, write_summary
@@ -219,7 +218,8 @@ class Run:
                 stderr=subprocess.STDOUT,
                 env=env,
                 start_new_session=True,  # the terminal's Ctrl-C reaches us alone; we end the rest in order
-                preexec_fn=_die_with_parent,
+                # kill -9 of the front end must leave no run
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
             )
 
     def _follow(self, child: subprocess.Popen) -> None:
@@ -366,8 +366,3 @@ def closing_line(summary: dict[str, Any], run_dir: Path) -> str:
 def _relative(path: Path) -> str:
     """A path as short as it is still right."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _die_with_parent() -> None:
-    """In the child: end with SIGTERM when the front end dies (PR_SET_PDEATHSIG), so that kill -9 leaves no run."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

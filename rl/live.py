@@ -1,11 +1,10 @@
 """The live trainer and engines of a verl run as the two sides of a consistency check."""
 
-from dataclasses import asdict
-
 import ray
 
-from rl.consistency import Sequence, TrainerScore
+from rl.consistency import TrainerScore
 from rl.server import ADAPTER_ID
+from rollout.sampling import Sequence
 
 
 class LiveTrainer:
@@ -36,7 +35,7 @@ class LiveTrainer:
         return self._call("adapter_is_zero")
 
     def score(self, sequences: list[Sequence]) -> TrainerScore:
-        return self._call("score", [asdict(sequence) for sequence in sequences])
+        return self._call("score", sequences)
 
 
 class LiveEngine:
@@ -57,7 +56,7 @@ class LiveEngine:
         return self._rpc("lockstep_adapter_digests", ADAPTER_ID)
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
-        return [Sequence(**s) for s in ray.get(self.servers[0].probe_generate.remote(prompts, max_tokens))]
+        return ray.get(self.servers[0].probe_generate.remote(prompts, max_tokens))
 
     def score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
         return ray.get(self.servers[0].probe_score.remote(sequences, adapter))

@@ -24,6 +24,8 @@ import sys
 import threading
 from pathlib import Path
 
+from rl.processes import die_with_parent
+
 STUB = """#!{python} -IS
 import os, sys
 line = " ".join(sys.argv[1:])
@@ -116,10 +118,8 @@ def _use_stub(stub: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends."""
-    import ctypes
-
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """Have this process killed when `parent` ends, also if it has ended already."""
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 

@@ -4,9 +4,10 @@ import numpy as np
 import torch
 
 from rl import fingerprint, lora, replay
-from rl.consistency import Sequence, TrainerScore
+from rl.consistency import TrainerScore
 from rl.modeling import TrainerModel
 from rollout.fingerprint import digests
+from rollout.sampling import Sequence
 
 TEST_ADAPTER_STD = 0.03
 
@@ -29,12 +30,13 @@ class TrainerProbe:
         return digests(lora.engine_tensors(self.model))
 
     def _factors(self):
-        """Yield (kind, parameter name, B parameter) of every adapted module."""
+        """Yield (kind, parameter name, this rank's part of B) of every adapted module."""
         for name, adapter in lora.adapters(self.model).items():
             kind = "experts" if isinstance(adapter, lora.LoRAExperts) else name.rpartition(".")[2]
             for leaf, parameter in adapter.named_parameters(recurse=False):
                 if leaf.endswith("B"):
-                    yield kind, f"{name}.{leaf}", parameter
+                    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                    yield kind, f"{name}.{leaf}", local
 
     def adapter_kinds(self) -> list[str]:
         return list(dict.fromkeys(kind for kind, _, _ in self._factors()))
@@ -42,8 +44,7 @@ class TrainerProbe:
     @torch.no_grad()
     def set_test_adapter(self, kind: str | None, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for own, name, parameter in self._factors():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        for own, name, local in self._factors():
             if name not in self._kept:
                 self._kept[name] = local.clone()
             local.zero_()
@@ -53,9 +54,9 @@ class TrainerProbe:
 
     @torch.no_grad()
     def restore_adapter(self) -> None:
-        for _, name, parameter in self._factors():
+        for _, name, local in self._factors():
             if name in self._kept:
-                (parameter.to_local() if hasattr(parameter, "to_local") else parameter).copy_(self._kept[name])
+                local.copy_(self._kept[name])
         self._kept = {}
 
     def adapter_is_zero(self) -> bool:
@@ -81,18 +82,18 @@ class TrainerProbe:
             ).to(ids.device)
         was_training, was_enabled = self.model.training, routing.enabled
         self.model.eval()
-        routing.take_counts()
         outcomes = []
         try:
             for enabled in (False, True):
-                routing.ids, routing.enabled, routing.recording = known, enabled, {}
+                routing.begin(known)
+                routing.enabled, routing.recording = enabled, {}
                 logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
                 outcomes.append(
                     (self._response_logprobs(logits, ids, sequences), self._agreement(routing.recording, known))
                 )
         finally:
-            routing.ids, routing.enabled, routing.recording = None, was_enabled, None
-            routing.take_counts()
+            routing.begin(None)
+            routing.enabled, routing.recording = was_enabled, None
             self.model.train(was_training)
         (free, agreement), (replayed, agreement_replayed) = outcomes
         rows = int((known[:, 0, 0] != replay.UNKNOWN).sum()) if known is not None else 0

@@ -7,6 +7,7 @@ only; no torch, verl, vLLM or Ray here.
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -68,6 +69,11 @@ def _stat(pid: int) -> tuple[int, int, str] | None:
 
 def _pids() -> list[int]:
     return [int(entry) for entry in os.listdir(PROC) if entry.isdigit()]
+
+
+def die_with_parent(number: int) -> None:
+    """Ask Linux to send this process signal `number` when its parent ends (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, number)
 
 
 def process_start_time() -> float:

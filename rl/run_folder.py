@@ -16,19 +16,12 @@ class RunFolder:
         self.path = Path(path)
         self.config = json.loads((self.path / "config.json").read_text())
         self.recipe = Recipe.model_validate(self.config["recipe"])
-        self._log = EventLog(self.path)
-        self.stage, self.note, self.done, self.failed = (
-            self._log.stage,
-            self._log.note,
-            self._log.done,
-            self._log.failed,
-        )
+        self._log = log = EventLog(self.path)
+        self.stage, self.note, self.validation = log.stage, log.note, log.validation
+        self.done, self.failed = log.done, log.failed
 
     def step(self, step: int, metrics: dict[str, float], of: int) -> None:
         self._log.step(step, of, {key: value for key, value in metrics.items() if key in METRIC_KEYS})
-
-    def validation(self, step: int, accuracy: float) -> None:
-        self._log.validation(step, accuracy)
 
     def write_consistency(self, report: ConsistencyReport) -> None:
         """Write consistency.json (the newest report; earlier ones are kept as consistency-STEP.json) and an event."""

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from rollout.patching import patch_target
-from rollout.sampling import lora_request, sampling_params, scored_logprobs
+from rollout.sampling import Sequence, lora_request, sampling_params, scored_logprobs
 
 _module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
@@ -60,19 +60,14 @@ class LockstepServer(vLLMHttpServer):
             )
         await super().set_global_steps(global_steps)
 
-    async def probe_generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+    async def probe_generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
         """Sample one response a prompt on the path that rollouts take."""
 
-        async def one(prompt_ids: list[int]) -> dict:
+        async def one(prompt_ids: list[int]) -> Sequence:
             params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": max_tokens}
             output = await self.generate(prompt_ids, params, request_id=f"probe-{uuid.uuid4().hex}")
             routed = None if output.routed_experts is None else np.asarray(output.routed_experts)
-            return {
-                "prompt_ids": list(prompt_ids),
-                "response_ids": list(output.token_ids),
-                "logprobs": list(output.log_probs),
-                "routed_experts": routed,
-            }
+            return Sequence(list(prompt_ids), list(output.token_ids), list(output.log_probs), routed)
 
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
 

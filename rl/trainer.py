@@ -126,32 +126,33 @@ class LockstepTrainer(PPOTrainerSync):
             self.actor_rollout_wg.lockstep_save_adapter(str(self.folder.path / "adapter"))
 
 
+# Column of metrics.jsonl -> verl's name for it.
+_METRICS = {
+    "reward": "critic/score/mean",
+    "response_length": "response_length/mean",
+    "clip_ratio": "response_length/clip_ratio",
+    "grad_norm": "actor/grad_norm",
+    "loss": "actor/pg_loss",
+    "lr": "actor/lr",
+}
+_TIMINGS = {
+    "time_generate": "gen",
+    "time_update": "update_actor",
+    "time_sync": "update_weights",
+    "time_gate": "gate",
+    "time_step": "step",
+}
+
+
 def row(metrics: dict, timing: dict[str, float]) -> dict:
     """One row of metrics.jsonl from verl's metrics and timings (seconds)."""
     out = stats.finish(
         {key: float(value) for key, value in metrics.items() if key.startswith(("actor/lockstep", "lockstep"))}
     )
-    for name, key in (
-        ("reward", "critic/score/mean"),
-        ("response_length", "response_length/mean"),
-        ("clip_ratio", "response_length/clip_ratio"),
-        ("grad_norm", "actor/grad_norm"),
-        ("loss", "actor/pg_loss"),
-        ("lr", "actor/lr"),
-    ):
-        if key in metrics:
-            out[name] = float(metrics[key])
+    out |= {name: float(metrics[key]) for name, key in _METRICS.items() if key in metrics}
     if "reward" in out:
         out["accuracy"] = (out["reward"] + 1) / 2  # the reward is +1 or -1
-    for name, key in (
-        ("time_generate", "gen"),
-        ("time_update", "update_actor"),
-        ("time_sync", "update_weights"),
-        ("time_gate", "gate"),
-        ("time_step", "step"),
-    ):
-        if key in timing:
-            out[name] = float(timing[key])
+    out |= {name: float(timing[key]) for name, key in _TIMINGS.items() if key in timing}
     if out.get("tokens") and out.get("time_step"):
         out["tokens_per_s"] = out["tokens"] / out["time_step"]
     return out

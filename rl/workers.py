@@ -4,8 +4,6 @@ import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from rl.consistency import Sequence
-
 
 class LockstepWorker(ActorRolloutRefWorker):
     """One FSDP2 worker. Every method here is collective: the controller calls it on all workers at once."""
@@ -24,8 +22,6 @@ class LockstepWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def lockstep_probe(self, method: str, *args):
         """Call a method of the engine's `TrainerProbe`; rank 0's answer counts."""
-        if method == "score":
-            args = ([Sequence(**sequence) for sequence in args[0]],)
         return getattr(self.actor.engine.probe, method)(*args)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

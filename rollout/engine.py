@@ -4,25 +4,12 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from rollout.sampling import lora_request, sampling_params, scored_logprobs
+from rollout.sampling import Sequence, lora_request, sampling_params, scored_logprobs
 
 ADAPTER_ID = 1
-
-
-@dataclass
-class Sampled:
-    """One sampled sequence: prompt + response ids, response log-probs [n], expert ids [len - 1, L, K]."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    logprobs: list[float]
-    routed_experts: torch.Tensor | None
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.response_ids
 
 
 @dataclass
@@ -93,7 +80,9 @@ class InProcessEngine:
     def adapter_digests(self) -> dict[str, dict]:
         return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID,))[0]
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, adapter: bool = True, seed: int = 0) -> list[Sampled]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, adapter: bool = True, seed: int = 0
+    ) -> list[Sequence]:
         """Sample one response a prompt at temperature 1."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
@@ -108,9 +97,7 @@ class InProcessEngine:
             logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
             routed = completion.routed_experts
             sampled.append(
-                Sampled(
-                    list(output.prompt_token_ids), ids, logprobs, None if routed is None else torch.as_tensor(routed)
-                )
+                Sequence(list(output.prompt_token_ids), ids, logprobs, None if routed is None else np.asarray(routed))
             )
         return sampled
 

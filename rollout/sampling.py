@@ -1,4 +1,22 @@
-"""vLLM sampling parameters and the reading of scored prompts, for callers that must not import vLLM themselves."""
+"""vLLM sampling parameters, sampled sequences and scored prompts, for callers that must not import vLLM."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Sequence:
+    """A sequence as the engine sampled it: response log-probs [n], expert ids [len - 1, L, K] (or None)."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    routed_experts: np.ndarray | None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
 
 
 def sampling_params(**values):

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.nn.functional as F
+from bench_quant import silu_gate
 from transformers import __version__ as transformers_version
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -22,12 +22,6 @@ EXAMPLES = """examples:
 exit status: 0 every case equal, 1 a case differs, 2 bad usage or no GPU
 """
 EXPERTS, HIDDEN, INTER, TOP_K = 32, 3072, 1536, 4
-
-
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """[gate; up] -> silu(gate) * up."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def layer(tokens: tuple[int, ...] = (512, 4096)) -> dict:
