@@ -13,14 +13,10 @@ import sys
 from pathlib import Path
 
 from rl import ray_node
+from rl.environment import gpu_count
 from rl.events import enable_stack_dumps
 from rl.prefork import PreforkServer
 from rl.run_folder import RunFolder
-
-
-def cuda_available() -> bool:
-    """Whether this machine has an NVIDIA GPU, without importing torch."""
-    return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def resolve_backend(wanted: str, cuda: bool) -> str:
@@ -188,7 +184,7 @@ def main(run_dir: str) -> int:
     """Run the recipe of a run folder to its end."""
     folder = RunFolder(run_dir)
     stacks = enable_stack_dumps(folder.path)
-    cuda = cuda_available()
+    cuda = gpu_count() > 0
     set_environment(folder.path, Path(folder.recipe.model.path), cuda, folder.recipe.trainer.nodes)
     ray_tmp = os.environ.setdefault("LOCKSTEP_RAY_TMP", f"/tmp/lockstep-{os.getpid()}")
     Path(ray_tmp).mkdir(parents=True, exist_ok=True)
