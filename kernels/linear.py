@@ -36,13 +36,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """rows [S, K] sorted by expert, weight [E, N, K], offsets of E + 1 row bounds -> [S, N]."""
+    """rows [S, K] sorted by expert, weight [E, N, K], offsets of E + 1 row bounds -> [S, N] of `dtype`."""
 
     @staticmethod
-    def forward(ctx, rows, weight, offsets):
+    def forward(ctx, rows, weight, offsets, dtype):
         ctx.offsets = offsets
         ctx.save_for_backward(rows, weight)
-        out = rows.new_zeros(rows.shape[0], weight.shape[1])
+        out = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype)
         for expert, part in _groups(offsets):
             out[part] = _product(rows[part], weight[expert].t(), out.dtype)
         return out
@@ -50,6 +50,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         rows, weight = ctx.saved_tensors
+        grad = grad.to(rows.dtype)
         grad_rows = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for expert, part in _groups(ctx.offsets):
@@ -57,7 +58,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_rows[part] = _product(grad[part], weight[expert], rows.dtype)
             if grad_weight is not None:
                 grad_weight[expert] = _product(grad[part].t(), rows[part], weight.dtype)
-        return grad_rows, grad_weight, None
+        return grad_rows, grad_weight, None, None
 
 
 def _groups(offsets: tuple[int, ...]):
@@ -69,12 +70,18 @@ def _groups(offsets: tuple[int, ...]):
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if left.device.type == "cpu":
         return (left.float() @ right.float()).to(dtype)
-    return (left @ right).to(dtype)
+    if dtype == torch.float32 and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left @ right
 
 
-def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, offsets: tuple[int, ...]) -> torch.Tensor:
+def grouped_linear(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: tuple[int, ...], accumulator: bool = False
+) -> torch.Tensor:
     """rows [S, K] sorted by expert @ weight [E, N, K]^T -> [S, N]; expert e owns rows offsets[e]:offsets[e + 1].
 
     Differentiable in both; an expert without rows gets a zero gradient, and rows beyond the last offset give zeros.
+    With `accumulator` the result is the float32 accumulator, unrounded.
     """
-    return _GroupedLinear.apply(rows, weight.to(rows.dtype), offsets)
+    dtype = torch.float32 if accumulator else rows.dtype
+    return _GroupedLinear.apply(rows, weight.to(rows.dtype), offsets, dtype)

@@ -13,26 +13,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.layers import ExpertDelta, QuantExperts, QuantLinear, Routes
+from quant.experts import PlainExperts, QuantExperts, RoutedExperts
+from quant.layers import QuantLinear
 from quant.nvfp4 import NVFP4Tensor
 from quant.reader import Packed, packed_items
 from quant.shards import CheckpointError
-
-__all__ = [
-    "ExpertDelta",
-    "QuantExperts",
-    "QuantLinear",
-    "Routes",
-    "is_experts",
-    "load_model",
-    "swap_modules",
-]
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` is a routed-experts module of transformers' interface (stacked gate_up_proj and down_proj)."""
     stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks)
+    return not isinstance(module, RoutedExperts) and all(
+        isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks
+    )
 
 
 def swap_modules(
@@ -91,10 +84,19 @@ def _swap(model: nn.Module, name: str, value: Packed, backend: str, halves: dict
         raise CheckpointError(f"tensor {name} is {kind}, which {type(module).__name__} cannot hold")
 
 
+def swap_plain_experts(model: nn.Module, backend: str = "emulation") -> nn.Module:
+    """Put `PlainExperts` in place of every unquantised experts module; CheckpointError for one that has no gate."""
+    for path, module in list(model.named_modules()):
+        if is_experts(module):
+            stacks = module.gate_up_proj.data, module.down_proj.data
+            _replace(model, path, PlainExperts(*stacks, _gate_of(path, module), backend))
+    return model
+
+
 def _gate_of(path: str, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The module's own gated activation [S, 2I] -> [S, I]; it keeps the module (without weights) for its constants."""
     if getattr(module, "has_bias", False) or getattr(module, "is_transposed", False):
-        raise CheckpointError(f"module {path}: experts with biases or transposed stacks cannot be packed")
+        raise CheckpointError(f"module {path}: experts with biases or transposed stacks are not supported")
     gate = getattr(type(module), "_apply_gate", None) or getattr(type(module), "apply_gate", None)
     if gate is None and hasattr(module, "act_fn"):
         return partial(_silu_like_gate, module.act_fn)

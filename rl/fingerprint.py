@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from quant.layers import QuantExperts, QuantLinear
+from quant.experts import QuantExperts
+from quant.layers import QuantLinear
 from rl.lora import LoRAExperts, LoRALinear
 
 

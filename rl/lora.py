@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kernels.linear import grouped_linear, linear
-from quant.layers import QuantExperts, QuantLinear, Routes
+from quant.experts import RoutedExperts, Routes
+from quant.layers import QuantLinear
 
 TARGET_GROUPS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -83,7 +84,7 @@ class LoRAExperts(nn.Module):
     `down_B` [E, H, r]; float32.
     """
 
-    def __init__(self, experts: QuantExperts, spec: LoRASpec, generator: torch.Generator) -> None:
+    def __init__(self, experts: RoutedExperts, spec: LoRASpec, generator: torch.Generator) -> None:
         super().__init__()
         count, hidden, inner, rank = experts.num_experts, experts.hidden_dim, experts.intermediate_dim, spec.rank
         self.scaling = spec.scaling
@@ -166,7 +167,7 @@ def inject(model: nn.Module, spec: LoRASpec) -> list[str]:
     generator = torch.Generator().manual_seed(spec.seed)
     adapted: list[str] = []
     for name, module in list(model.named_modules()):
-        if isinstance(module, QuantExperts) and "experts" in spec.targets:
+        if isinstance(module, RoutedExperts) and "experts" in spec.targets:
             module.adapter = LoRAExperts(module, spec, generator)
             adapted.append(name)
         elif isinstance(module, QuantLinear | nn.Linear) and _wanted(name, spec.targets):
@@ -185,7 +186,7 @@ def adapters(model: nn.Module) -> dict[str, "LoRALinear | LoRAExperts"]:
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             found[name] = module
-        elif isinstance(module, QuantExperts) and module.adapter is not None:
+        elif isinstance(module, RoutedExperts) and module.adapter is not None:
             found[name] = module.adapter
     return found
 
@@ -194,7 +195,7 @@ def adapters(model: nn.Module) -> dict[str, "LoRALinear | LoRAExperts"]:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Within it the model is its base alone (the reference of a KL penalty)."""
     linears = [module for module in model.modules() if isinstance(module, LoRALinear)]
-    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     kept = [module.adapter for module in experts]
     try:
         for module in linears:

@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kernels.linear import linear
-from quant.layers import QuantExperts
-from quant.modules import is_experts, load_model
+from quant.experts import RoutedExperts
+from quant.modules import load_model, swap_plain_experts
 from rl import lora, replay
 
 CPU_ATTENTION = "lockstep_float32"
@@ -76,7 +76,7 @@ class FloatLogits(nn.Module):
 
 
 def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend: str) -> nn.Module:
-    """The frozen base of the checkpoint at `path`: packed modules for a quantised one, plain ones for bf16.
+    """The frozen base of the checkpoint at `path`: packed modules where it is quantised, plain ones elsewhere.
 
     Rotary frequencies stay float32 (verl's module.to(bfloat16) would round them).
     """
@@ -86,8 +86,7 @@ def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend:
         model = load_model(path, dtype=dtype, attn_implementation=attn_implementation, backend=backend)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-    model.requires_grad_(False)
-    return model
+    return swap_plain_experts(model, backend).requires_grad_(False)
 
 
 def build(
@@ -111,7 +110,7 @@ def build(
     routing = replay.RoutingReplay(enabled=replay_enabled)
     replay.install(model, routing, linear)
     routers = [module for module in model.modules() if isinstance(module, replay.ReplayRouter)]
-    layers = sum(isinstance(module, QuantExperts) or is_experts(module) for module in model.modules())
+    layers = sum(isinstance(module, RoutedExperts) for module in model.modules())
     if layers != len(routers):
         raise replay.ReplayError(
             f"{type(model).__name__} has {layers} layers of experts, routing replay knows {len(routers)} of its routers"

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels.format_checks import check_and_time, median_milliseconds
 from quant import nvfp4
-from quant.layers import QuantExperts
+from quant.experts import QuantExperts
 
 EXAMPLES = """examples:
   python scripts/bench_gpu.py --json docs/benchmarks/gpu_formats.json

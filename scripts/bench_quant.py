@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from quant import mxfp8, nvfp4
 from quant.bench_tables import markdown
-from quant.layers import QuantExperts, QuantLinear
+from quant.experts import QuantExperts
+from quant.layers import QuantLinear
 
 EXAMPLES = """examples:
   python scripts/bench_quant.py --json docs/benchmarks/quant.json --markdown docs/benchmarks/quant.md

@@ -18,7 +18,8 @@ import sys, torch, torch.distributed as dist, torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from quant import mxfp8, nvfp4
-from quant.layers import QuantExperts, QuantLinear
+from quant.experts import QuantExperts
+from quant.layers import QuantLinear
 
 hidden, inter, tokens = 64, 32, 12
 

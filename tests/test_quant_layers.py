@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from quant import activations, mxfp8, nvfp4
-from quant.layers import QuantExperts, QuantLinear
+from quant.experts import QuantExperts
+from quant.layers import QuantLinear
 
 EXPERTS, HIDDEN, INTER, TOKENS, TOP_K = 6, 64, 32, 40, 2
 BACKENDS = ("emulation", "marlin", "flashinfer_w4a4")
@@ -120,7 +121,7 @@ def test_experts_round_where_the_backend_does(backend):
             alpha *= 1.0 if scale is None else float(scale)
             same_up_to_accumulation(stage_out[part], operand[part].double() @ exact[expert].T * alpha)
     delta = torch.randn(y.shape, generator=generator()).bfloat16() * y.std()
-    combined = module.combine(y, routes, weights, delta)
+    combined = module.combine(y, routes, weights, delta, torch.bfloat16)
     weight = weights.reshape(-1)[routes.order].unsqueeze(-1)
     if backend == "marlin":
         factor = bf16(weight * down.global_scale[routes.experts].unsqueeze(-1))

@@ -7,7 +7,9 @@ from torch import nn
 
 from quant import mxfp8, nvfp4
 from quant.checkpoint import CheckpointError, decoded_state, load_model, packed_state, quantize_checkpoint
-from quant.modules import QuantExperts, QuantLinear, is_experts, swap_modules
+from quant.experts import QuantExperts
+from quant.layers import QuantLinear
+from quant.modules import is_experts, swap_modules
 
 transformers = pytest.importorskip("transformers")
 COMMON = {

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_model import QUANTISED, TARGETS, build, logits, masters, randomise, spec, token_ids
+from tiny_model import PLAIN, QUANTISED, TARGETS, build, logits, masters, randomise, spec, token_ids
 from torch import nn
 
-from quant.layers import QuantExperts, Routes
+from quant.experts import QuantExperts, Routes
 from rl import fingerprint, lora
 from rollout.fingerprint import digests
 
@@ -32,12 +32,13 @@ def expert_adapter(shared: bool) -> lora.LoRAExperts:
 # ---- what it adds --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", [QUANTISED, PLAIN], ids=["nvfp4", "bf16"])
 @pytest.mark.parametrize("targets", [("attention",), ("experts",), TARGETS], ids="-".join)
-def test_new_adapter_leaves_the_base_bit_for_bit(targets):
+def test_new_adapter_leaves_the_base_bit_for_bit(targets, path):
     ids = token_ids()
     with torch.no_grad():
-        base = logits(build(None), ids)
-        adapted = build(spec(targets=targets))
+        base = logits(build(None, path), ids)
+        adapted = build(spec(targets=targets), path)
         assert torch.equal(logits(adapted, ids), base)
         randomise(adapted.model)
         assert not torch.equal(logits(adapted, ids), base)
