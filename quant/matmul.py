@@ -11,11 +11,14 @@ from itertools import pairwise
 import torch
 
 from kernels import mxfp8, nvfp4
+from kernels.linear import can_group, grouped_matmul
 from quant import activations
 
 BACKENDS = ("emulation", "marlin", "flashinfer_w4a4")
 # Decoded weights held at a time in a grouped product; more leaves the cache (and malloc's heap).
 _DECODE_BYTES = 8 << 20
+# On a GPU, where a group of experts is one call: enough for 128 experts of 2048 x 768.
+_DECODE_BYTES_GPU = 1 << 30
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,6 +122,8 @@ class _FrozenGroupedLinear(torch.autograd.Function):
         ctx.offsets, ctx.backend, ctx.apply_global = offsets, backend, apply_global
         ctx.save_for_backward(*packed)
         left = operand(rows, False, backend, input_scale)
+        if _can_group(left, packed, backend, input_scale):
+            return _grouped(left, packed, offsets, backend, apply_global, transposed=True)
         out = rows.new_zeros(rows.shape[0], packed[0].shape[1])
         for part, weight, factor in _active_weights(packed, offsets, backend, rows.dtype):
             factor = _alpha(factor, backend, input_scale) if apply_global else None
@@ -128,10 +133,51 @@ class _FrozenGroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         packed = ctx.saved_tensors
+        if _can_group(grad, packed, ctx.backend, None):
+            grad = _grouped(grad, packed, ctx.offsets, ctx.backend, ctx.apply_global, transposed=False)
+            return grad, None, None, None, None, None, None, None
         out = grad.new_zeros(grad.shape[0], packed[0].shape[2] * 2)
         for part, weight, factor in _active_weights(packed, ctx.offsets, ctx.backend, grad.dtype):
             out[part] = multiply(grad[part], weight, factor if ctx.apply_global else None)
         return out, None, None, None, None, None, None, None
+
+
+def _can_group(left: torch.Tensor, packed: tuple[torch.Tensor, ...], backend: str, input_scale) -> bool:
+    """Whether one grouped GEMM a chunk of experts gives the backend's roundings.
+
+    It hands out rounded sums, on which a global scale is exact if it is a power of two (as quant.nvfp4 chooses it).
+    """
+    if input_scale is not None or not can_group(left) or packed[0].shape[1] % 8 or packed[0].shape[2] % 4:
+        return False
+    return backend == "emulation" or not bool((as_float(packed[2]).view(torch.int32) & 0x7FFFFF).any())
+
+
+def _grouped(
+    left: torch.Tensor,
+    packed: tuple[torch.Tensor, ...],
+    offsets: tuple[int, ...],
+    backend: str,
+    apply_global: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """left [S, .] sorted by expert times the decoded weights [E, N, K] (transposed: times their transposes)."""
+    count, rows, half = packed[0].shape
+    out = left.new_zeros(left.shape[0], rows if transposed else half * 2)
+    step = max(1, _DECODE_BYTES_GPU // (rows * half * 4))
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        part = slice(offsets[first], offsets[last])
+        if part.start == part.stop:
+            continue
+        weight, factor = decode_weight(tuple(tensor[first:last] for tensor in packed), backend, left.dtype)
+        weight = weight.to(left.dtype)
+        local = tuple(offset - part.start for offset in offsets[first : last + 1])
+        product = grouped_matmul(left[part], weight.mT if transposed else weight, local)
+        if factor is not None and apply_global:
+            sizes = torch.tensor([b - a for a, b in pairwise(local)], device=left.device)
+            product *= factor.to(left.dtype).repeat_interleave(sizes, output_size=part.stop - part.start).unsqueeze(1)
+        out[part] = product
+    return out
 
 
 def _active_weights(

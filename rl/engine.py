@@ -85,6 +85,12 @@ class LockstepEngine(FSDPEngineWithLMHead):
         return inputs, output_args
 
     def forward_step(self, micro_batch, loss_function, forward_only):
+        wanted = self.settings.routing_replay and self.trainer_model.moe_layers and not forward_only
+        if wanted and micro_batch.get("routed_experts", None) is None:
+            raise replay.ReplayError(
+                "a micro-batch has no expert ids to replay: check enable_rollout_routing_replay of the engine, or set "
+                "algorithm.routing_replay=false"
+            )
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         log_probs = output["model_output"].get("log_probs")
         if log_probs is not None:

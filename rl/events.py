@@ -47,6 +47,7 @@ METRIC_KEYS = (
     "time_step",
     "replayed_fraction",
     "routing_free_agreement",
+    "routing_free_agreement_by_layer",
     "policy_version",
     "clip_ratio",
 )

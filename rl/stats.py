@@ -62,29 +62,29 @@ def mismatch_metrics(log_probs: torch.Tensor, micro_batch) -> dict[str, Metric]:
 
 
 def routing_metrics(routing, micro_batch) -> dict[str, Metric]:
-    """Rows replayed, rows in all and free agreement a layer of one micro-batch."""
+    """Rows in all, rows replayed, and of each layer the rows that the engine routed and those that agree with it."""
     counts = routing.take_counts()
     if not counts:
         return {}
     known = sum(count.rows for count in counts.values())
-    return _sums(
-        micro_batch,
-        {
-            "rows": micro_batch["input_ids"].values().numel() * len(counts),
-            "replayed": known if routing.enabled else 0,
-            "known": known,
-            "agree": sum(count.agree for count in counts.values()),
-        },
-    )
+    sums = {
+        "rows": micro_batch["input_ids"].values().numel() * len(counts),
+        "replayed": known if routing.enabled else 0,
+    }
+    for layer, count in counts.items():
+        sums |= {f"known/{layer}": count.rows, f"agree/{layer}": count.agree}
+    return _sums(micro_batch, sums)
 
 
-def finish(raw: dict[str, float]) -> dict[str, float]:
-    """Step metrics from the aggregated sums: kl_k1, kl_k3, logp_diff_mean/max, is_ratio_mean/min/max, replay shares."""
+def finish(raw: dict[str, float]) -> dict:
+    """Step metrics from the aggregated sums: kl_k1, kl_k3, logp_diff_mean/max, is_ratio_mean/min/max, replay shares.
 
-    def get(name: str) -> float | None:
-        return raw.get(f"actor/{PREFIX}/{name}", raw.get(f"{PREFIX}/{name}"))
+    `routing_free_agreement_by_layer` maps the number of a layer (as text, for JSON) to its share; the rest are floats.
+    """
+    raw = {name.removeprefix("actor/").removeprefix(f"{PREFIX}/"): value for name, value in raw.items()}
+    get = raw.get
 
-    out: dict[str, float] = {}
+    out: dict = {}
     tokens = get("sum/tokens")
     if tokens:
         out["kl_k1"] = get("sum/k1") / tokens
@@ -98,6 +98,9 @@ def finish(raw: dict[str, float]) -> dict[str, float]:
         out["tokens"] = tokens
     if get("sum/rows"):
         out["replayed_fraction"] = get("sum/replayed") / get("sum/rows")
-        if get("sum/known"):
-            out["routing_free_agreement"] = get("sum/agree") / get("sum/known")
+        known = {name.rpartition("/")[2]: rows for name, rows in raw.items() if name.startswith("sum/known/") and rows}
+        if known:
+            agree = {layer: raw[f"sum/agree/{layer}"] for layer in known}
+            out["routing_free_agreement"] = sum(agree.values()) / sum(known.values())
+            out["routing_free_agreement_by_layer"] = {layer: agree[layer] / known[layer] for layer in known}
     return out

@@ -19,4 +19,8 @@ def register() -> None:
         from rollout import cpu
 
         cpu.install()
+    elif platform.is_cuda():
+        from rollout import marlin
+
+        marlin.install()
     _registered = True

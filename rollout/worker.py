@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from rollout import marlin
 from rollout.fingerprint import digests
 from rollout.patching import patch_target
 
@@ -25,46 +26,52 @@ def canonical_name(name: str) -> str:
     return name.replace(".base_layer", "").replace(".routed_experts", "")
 
 
-def _row_parts(model: nn.Module, name: str, module: nn.Module) -> list[tuple[str, int]]:
-    """(canonical name, rows) of the matrices fused along the rows of a linear `module`."""
+def _row_parts(model: nn.Module, name: str, module: nn.Module, rows: int) -> list[tuple[str, int]]:
+    """(canonical name, rows) of the matrices fused along the `rows` rows of a linear `module`."""
     parent, _, leaf = name.rpartition(".")
     parts = getattr(model, "packed_modules_mapping", {}).get(leaf)
     if parts is None:
-        return [(name, module.weight.shape[0])]
-    return [(f"{parent}.{part}", rows) for part, rows in zip(parts, module.output_partition_sizes, strict=True)]
+        return [(name, rows)]
+    return [(f"{parent}.{part}", size) for part, size in zip(parts, module.output_partition_sizes, strict=True)]
 
 
 def _linear_tensors(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     quantised = hasattr(module, "weight_scale")
+    weight, scale, bias = module.weight, getattr(module, "weight_scale", None), module._parameters.get("bias")
+    if quantised and marlin.is_repacked(weight):
+        weight, scale, bias = marlin.linear_tensors(module)
     start = 0
-    for part, rows in _row_parts(model, name, module):
+    for part, rows in _row_parts(model, name, module, weight.shape[0]):
         block = slice(start, start + rows)
         if quantised:
-            yield f"{part}.weight#data", module.weight[block]
-            yield f"{part}.weight#scale", module.weight_scale[block]
+            yield f"{part}.weight#data", weight[block]
+            yield f"{part}.weight#scale", scale[block]
         else:
-            yield f"{part}.weight", module.weight[block]
-        if module._parameters.get("bias") is not None:
-            yield f"{part}.bias", module.bias[block]
+            yield f"{part}.weight", weight[block]
+        if bias is not None:
+            yield f"{part}.bias", bias[block]
         start += rows
 
 
 def _expert_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for engine, part in (("w13", "gate_up_proj"), ("w2", "down_proj")):
         weight = getattr(module, f"{engine}_weight")
-        if weight.dtype != torch.uint8:
+        if weight.is_floating_point():
             yield f"{name}.{part}", weight
             continue
-        yield f"{name}.{part}#packed", weight
-        yield f"{name}.{part}#scale", getattr(module, f"{engine}_weight_scale")
-        yield f"{name}.{part}#global_scale", getattr(module, f"{engine}_weight_scale_2")
+        if marlin.is_repacked(weight):
+            tensors = marlin.expert_tensors(module, engine)
+        else:
+            tensors = (weight, *(getattr(module, f"{engine}_weight_{scale}") for scale in ("scale", "scale_2")))
+        for kind, tensor in zip(("packed", "scale", "global_scale"), tensors, strict=True):
+            yield f"{name}.{part}#{kind}", tensor
 
 
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight tensor of a vLLM model under its canonical name, in the checkpoint's own layout.
 
-    Works on the layouts that keep the checkpoint's bytes (the CPU platform). Raises NotImplementedError for a backend
-    that repacks them.
+    For layouts that keep the checkpoint's bytes (the CPU platform, unquantised models) and for Marlin's, which is
+    undone exactly (`rollout.marlin`). Tensors in another layout come as they are, and differ from the trainer's.
     """
     seen: set[int] = set()
     for raw_name, module in model.named_modules():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import linear as module
 from kernels.linear import grouped_linear, linear
 
 OFFSETS = (0, 5, 5, 12, 13)  # expert 1 has no rows; rows 13.. belong to no expert
@@ -98,3 +99,22 @@ def test_grouped_linear_takes_a_slice_of_a_float32_stack_and_no_rows_at_all():
     out.sum().backward()
     assert stack.grad.dtype == torch.float32 and not stack.grad[:, 0].any() and stack.grad[0, 1].any()
     assert grouped_linear(rows[:0], stack[:, 1], (0, 0, 0, 0, 0)).shape == (0, 6)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_grouped_gemm_gives_what_the_loop_gives(monkeypatch, device):
+    """torch's grouped GEMM, on CPU by its own fallback; sums in another order may round to the neighbouring value."""
+    offsets = (0, 5, 5, 11, 14)  # one expert without rows, two rows without an expert
+    results = []
+    for grouped in (True, False):
+        monkeypatch.setattr(module, "can_group", lambda *tensors, grouped=grouped: grouped)
+        rows, weight = (random(*shape, seed=seed).to(device) for seed, shape in enumerate(((16, 64), (4, 24, 64))))
+        rows.requires_grad_()
+        weight.requires_grad_()
+        out = grouped_linear(rows, weight, offsets)
+        out.backward(random(16, 24, seed=3).to(device))
+        results.append((out, rows.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3)
+    out, grad_rows, grad_weight = results[0]
+    assert not out[14:].any() and not grad_rows[14:].any() and not grad_weight[1].any() and grad_weight[0].any()

@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quant import activations, mxfp8, nvfp4
+from quant import activations, matmul, mxfp8, nvfp4
 from quant.experts import QuantExperts
 from quant.layers import QuantLinear
 
 EXPERTS, HIDDEN, INTER, TOKENS, TOP_K = 6, 64, 32, 40, 2
 BACKENDS = ("emulation", "marlin", "flashinfer_w4a4")
 ODD_GLOBAL = 0.00123  # no power of two: the backends' weights then differ
+STACKS = ((EXPERTS, 2 * INTER, HIDDEN), (EXPERTS, HIDDEN, INTER))
 
 
 def silu_gate(gate_up):
@@ -287,3 +288,37 @@ def test_a_float32_delta_is_rounded_once_with_the_sum():
     module.adapter, module.apply_gate = Delta(), lambda gate_up: seen.append(gate_up) or silu_gate(gate_up)
     module(x, ids, weights)
     assert torch.equal(seen[0], (module.gate_up(rows, routes).float() + delta).bfloat16())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("chunk", [1, 1 << 30], ids=["chunks", "whole"])
+@pytest.mark.parametrize("backend", ["emulation", "marlin"])
+def test_one_grouped_gemm_gives_what_the_loop_gives(monkeypatch, backend, chunk, device):
+    """torch's grouped GEMM, on CPU by its own fallback; sums in another order may round to the neighbouring value."""
+    monkeypatch.setattr(matmul, "_DECODE_BYTES_GPU", chunk)
+    gate_up, down = (nvfp4.quantize(torch.randn(*shape, generator=generator())) for shape in STACKS)
+    module = QuantExperts(gate_up, down, silu_gate, backend).to(device)
+    x, ids, weights = (tensor.to(device) for tensor in routed(missing=True))
+    results = []
+    for grouped in (True, False):
+        monkeypatch.setattr(matmul, "can_group", lambda *tensors, grouped=grouped: grouped)
+        hidden = x.clone().requires_grad_()
+        out = module(hidden, ids, weights)
+        out.float().square().sum().backward()
+        results.append((out, hidden.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6 * float(other.detach().abs().max()))
+        assert one.any()
+
+
+def test_grouped_gemm_is_for_global_scales_that_keep_the_rounding(monkeypatch):
+    monkeypatch.setattr(matmul, "can_group", lambda *tensors: True)
+    odd, even = (
+        QuantExperts(nvfp4.quantize(torch.randn(*STACKS[0]), scale), nvfp4.quantize(torch.randn(*STACKS[1])), silu_gate)
+        for scale in (ODD_GLOBAL, None)
+    )
+    x = routed()[0]
+    for module, backend, expected in ((odd, "emulation", True), (odd, "marlin", False), (even, "marlin", True)):
+        packed = (module.gate_up_packed, module.gate_up_scale, module.gate_up_global)
+        assert matmul._can_group(x, packed, backend, None) == expected
+    assert not matmul._can_group(x, packed, "marlin", torch.ones(1, 4, dtype=torch.uint8))

@@ -41,7 +41,9 @@ def step(batch: dict, split: list[list[list[int]]]) -> dict[str, float]:
             routing = RoutingReplay(counts={0: LayerCount(rows=sum(rows) + len(rows), agree=len(rows))})
             append_to_dict(collected, stats.routing_metrics(routing, data))
         workers.append(collected)
-    return stats.finish({key: Metric.aggregate_dp([worker[key] for worker in workers]) for key in workers[0]})
+    out = stats.finish({key: Metric.aggregate_dp([worker[key] for worker in workers]) for key in workers[0]})
+    assert out.pop("routing_free_agreement_by_layer") == {"0": out["routing_free_agreement"]}
+    return out
 
 
 def expected(batch: dict) -> dict[str, float]:
@@ -112,7 +114,11 @@ def test_free_agreement_is_reported_when_nothing_is_replayed():
     routing = RoutingReplay(enabled=False, counts={0: LayerCount(10, 4), 3: LayerCount(10, 9)})
     metrics = stats.routing_metrics(routing, micro_batch(batch, [0, 1, 2, 3]))
     values = stats.finish({key: metric.aggregate() for key, metric in metrics.items()})
-    assert values == {"replayed_fraction": 0.0, "routing_free_agreement": 13 / 20}
+    assert values == {
+        "replayed_fraction": 0.0,
+        "routing_free_agreement": 13 / 20,
+        "routing_free_agreement_by_layer": {"0": 4 / 10, "3": 9 / 10},
+    }
     assert stats.routing_metrics(routing, micro_batch(batch, [0])) == {}
 
 
