@@ -43,17 +43,7 @@ class LockstepEngine(FSDPEngineWithLMHead):
 
     def _build_module(self):
         self.settings = EngineSettings.from_verl(self.model_config.lora)
-        dtype = getattr(torch, self.settings.dtype)
-        self.trainer_model = modeling.build(
-            Path(self.model_config.local_path),
-            self.settings.lora_spec(),
-            dtype=dtype,
-            attn_implementation=self.settings.attn_implementation,
-            backend=self.settings.backend,
-            replay_enabled=self.settings.routing_replay,
-        )
-        if self.settings.adapter is not None:
-            lora.load_peft(self.trainer_model.model, Path(self.settings.adapter))
+        self.trainer_model = modeling.build_from(Path(self.model_config.local_path), self.settings)
         if self.model_config.enable_gradient_checkpointing:
             self.trainer_model.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -10,6 +10,7 @@ import torch
 
 from rl import lora, modeling
 from rl.probe import TrainerProbe
+from rl.settings import EngineSettings
 from rollout.engine import EngineOptions, InProcessEngine
 from rollout.sampling import Sequence
 
@@ -50,6 +51,10 @@ class InProcessSide:
         wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model))
         self.engine.sync_adapter(wire, lora.wire_config(self.trainer.spec, self.trainer.adapted))
 
+    def load_from_disk(self, folder: Path) -> None:
+        """Let vLLM read an adapter from disk by itself, in place of the one that was sent."""
+        self.engine.load_adapter(folder)
+
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
         return self.engine.generate(prompts, max_tokens)
 
@@ -60,23 +65,22 @@ class InProcessSide:
 class InProcessPair:
     """Both sides of a checkpoint: `trainer_model`, `probe` (trainer side) and `engine_side`.
 
-    vLLM is started first: it sets up torch.distributed for itself, which the trainer's mesh then joins. `backend` are
-    the rounding points of the trainer's frozen base (quant.matmul.BACKENDS) and `device` is where the trainer computes.
+    vLLM is started first: it sets up torch.distributed for itself, which the trainer's mesh then joins. The engine
+    loads `engine_path` if it is not to load the trainer's checkpoint; `device` is where the trainer computes.
     """
 
     def __init__(
         self,
         path: Path,
-        spec: lora.LoRASpec,
+        settings: EngineSettings,
         options: EngineOptions,
-        dtype: torch.dtype = torch.bfloat16,
-        backend: str = "emulation",
+        engine_path: Path | None = None,
         device: str = "cpu",
     ) -> None:
-        self.engine = InProcessEngine(path, options)
-        self.trainer_model = modeling.build(path, spec, dtype=dtype, backend=backend)
+        self.engine = InProcessEngine(engine_path or path, options)
+        self.trainer_model = modeling.build_from(path, settings)
         self.trainer_model.model.to(device)
-        shard(self.trainer_model.model, dtype)
+        shard(self.trainer_model.model, getattr(torch, settings.dtype))
         self.probe = TrainerProbe(self.trainer_model)
         self.engine_side = InProcessSide(self.engine, self.trainer_model)
         self.engine_side.sync()

@@ -16,6 +16,7 @@ from kernels.linear import linear
 from quant.experts import RoutedExperts
 from quant.modules import load_model, swap_plain_experts
 from rl import lora, replay
+from rl.settings import EngineSettings
 
 CPU_ATTENTION = "lockstep_float32"
 
@@ -87,6 +88,21 @@ def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend:
     else:
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     return swap_plain_experts(model, backend).requires_grad_(False)
+
+
+def build_from(path: Path, settings: EngineSettings) -> TrainerModel:
+    """The model of a run's settings, with the adapter that it starts from."""
+    trainer_model = build(
+        path,
+        settings.lora_spec(),
+        dtype=getattr(torch, settings.dtype),
+        attn_implementation=settings.attn_implementation,
+        backend=settings.backend,
+        replay_enabled=settings.routing_replay,
+    )
+    if settings.adapter is not None:
+        lora.load_peft(trainer_model.model, Path(settings.adapter))
+    return trainer_model
 
 
 def build(

@@ -198,6 +198,7 @@ def _ray(recipe: Recipe, cuda: bool, ray_tmp: str, address: str | None, py_execu
         "include_dashboard": False,
         "object_store_memory": 256 << 20 if not cuda else 4 << 30,
         "_temp_dir": ray_tmp,
+        "_node_ip_address": "127.0.0.1",  # found by asking the network otherwise
     }
     if not cuda:
         init["num_gpus"] = recipe.trainer.fsdp_workers

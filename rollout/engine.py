@@ -74,6 +74,13 @@ class InProcessEngine:
         self.llm.reset_prefix_cache()
         self.version += 1
 
+    def load_adapter(self, folder: Path) -> None:
+        """Replace the adapter by the one that vLLM itself reads from `folder` (its own names, one pair an expert)."""
+        self.llm.llm_engine.remove_lora(ADAPTER_ID)
+        self.llm.llm_engine.add_lora(lora_request(ADAPTER_ID, folder))
+        self.llm.reset_prefix_cache()
+        self.version += 1
+
     def base_digests(self) -> dict[str, dict]:
         return self.llm.collective_rpc("lockstep_base_digests")[0]
 

@@ -1,6 +1,7 @@
 """vLLM sampling parameters, sampled sequences and scored prompts, for callers that must not import vLLM."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -26,11 +27,11 @@ def sampling_params(**values):
     return SamplingParams(**values)
 
 
-def lora_request(adapter_id: int):
-    """A request for an adapter that was loaded from memory under `adapter_id`."""
+def lora_request(adapter_id: int, folder: Path | None = None):
+    """A request for the adapter under `adapter_id`: one that was loaded from memory, or that of `folder`."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(str(adapter_id), adapter_id, "in-memory")
+    return LoRARequest(str(adapter_id), adapter_id, "in-memory" if folder is None else str(folder))
 
 
 def scored_logprobs(ids: list[int], output) -> list[float]:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 EXAMPLES = """examples:
   python scripts/make_tiny_model.py --out assets/tiny_math --overwrite   # as committed, about 10 minutes on two cores
   python scripts/make_tiny_model.py --out /tmp/tiny --seed 1
+  python scripts/make_tiny_model.py --out /tmp/mid --size mid --device cuda --steps 300
   python scripts/make_tiny_model.py --out /tmp/rough --minutes 2         # a rough model, quickly
 
 exit status: 0 done, 2 bad usage (one line says which option and why)
@@ -35,7 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; bad usage ends with exit 2."""
     parser = argparse.ArgumentParser(
         prog="make_tiny_model.py",
-        description="Train a 2.7 M parameter Qwen3-MoE on arithmetic word problems, write it in bf16 and quantised.",
+        description="Train a small Qwen3-MoE on arithmetic word problems, write it in bf16 and quantised.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,6 +45,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", metavar="N", type=positive(int), help="training steps (default: as committed)")
     length.add_argument("--minutes", metavar="M", type=positive(float), help="limit of the training's wall time")
+    parser.add_argument("--size", choices=("tiny", "mid"), default="tiny", help="2.7 or 29 M parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--threads", metavar="N", type=positive(int), help="CPU threads (default: torch's choice)")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if this script made it")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -66,13 +69,17 @@ def main(argv: list[str] | None = None) -> int:
 
     from rl.models.tiny_training import Plan
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("make_tiny_model.py: --device cuda: torch finds no GPU; leave it out", file=sys.stderr)
+        return 2
+
     if args.threads:
         torch.set_num_threads(args.threads)
-    plan = Plan(seed=args.seed)
+    plan = Plan(seed=args.seed, size=args.size)
     if args.steps:
         plan = replace(plan, steps=args.steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed
-    summary = make_assets(args.out, plan, args.minutes, args.overwrite, not args.quiet)
+    summary = make_assets(args.out, plan, args.minutes, args.overwrite, not args.quiet, args.device)
     print(f"{args.out}: {summary['parameters']:,} parameters, {summary['steps']} steps in {summary['seconds']:.0f} s")
     for name in ("bf16", "nvfp4_mxfp8"):
         accuracy = summary[name]

@@ -11,12 +11,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.consistency import check
 from rl.in_process import InProcessPair
-from rl.lora import LoRASpec, adapters
+from rl.lora import adapters
 from rl.replay import layout
 from rl.schema import Thresholds
+from rl.settings import EngineSettings
 from rollout.engine import EngineOptions
 
 MODEL = Path(__file__).resolve().parent.parent / "assets/tiny_math/nvfp4_mxfp8"
+
+
+SETTINGS = EngineSettings(
+    backend="emulation",
+    dtype="bfloat16",
+    attn_implementation="sdpa",
+    lora_rank=32,
+    lora_alpha=32,
+    lora_targets=("attention", "experts"),
+    lora_dropout=0.0,
+    share_gate_up_a=True,
+    adapter=None,
+    routing_replay=True,
+    seed=0,
+)
 
 
 def prompts(tokenizer) -> list[list[int]]:
@@ -57,8 +73,7 @@ def train_step(pair: InProcessPair, sequences) -> float:
 def main() -> None:
     started = time.monotonic()
     torch.manual_seed(0)
-    spec = LoRASpec(rank=32, alpha=32, targets=("attention", "experts"))
-    pair = InProcessPair(MODEL, spec, EngineOptions(extra={"enable_prefix_caching": True}))
+    pair = InProcessPair(MODEL, SETTINGS, EngineOptions(extra={"enable_prefix_caching": True}))
     inputs = prompts(pair.engine.llm.get_tokenizer())
     limits = Thresholds()
     before = pair.probe.base_digests()

@@ -26,6 +26,25 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MAX_NEW_TOKENS = 40
+SIZES = {
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 192,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "mid": {
+        "hidden_size": 512,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "head_dim": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+}
+"""tiny: the committed model, 2.7 M parameters. mid: 29 M, with head dimension and top-k of real models, for GPUs."""
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
@@ -68,19 +87,14 @@ def _tokenizer_corpus(seed: int) -> Iterator[str]:
     yield "system\n"
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3MoeForCausalLM:
-    """An untrained float32 model whose vocabulary is exactly the tokenizer's."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, size: str = "tiny") -> Qwen3MoeForCausalLM:
+    """An untrained float32 model of a size of `SIZES` whose vocabulary is exactly the tokenizer's."""
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=192,
-        moe_intermediate_size=192,
+        **SIZES[size],
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],

@@ -45,9 +45,14 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 def make_assets(
-    out: Path, plan: "Plan", minutes: float | None = None, overwrite: bool = False, show_progress: bool = True
+    out: Path,
+    plan: "Plan",
+    minutes: float | None = None,
+    overwrite: bool = False,
+    show_progress: bool = True,
+    device: str = "cpu",
 ) -> dict:
-    """Trains the tiny model and writes the folder ``out``; returns what training.json holds.
+    """Trains the tiny model on `device` and writes the folder ``out``; returns what training.json holds.
 
     Everything is written beside ``out`` and renamed at the end, so ``out`` is never half written.
 
@@ -59,7 +64,7 @@ def make_assets(
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.mkdir()
-        summary = _fill(partial, plan, minutes, show_progress)
+        summary = _fill(partial, plan, minutes, show_progress, device)
         if out.exists():
             replaced = out.with_name(f".{out.name}.{os.getpid()}.replaced")
             out.rename(replaced)
@@ -72,7 +77,7 @@ def make_assets(
     return summary
 
 
-def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool) -> dict:
+def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool, device: str) -> dict:
     from quant.checkpoint import quantize_checkpoint
     from rl.models.tiny import build_model, build_tokenizer, evaluate
     from rl.models.tiny_training import train
@@ -82,13 +87,14 @@ def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool
     write_rows(tiny_math.to_rows(train_problems, "train"), folder / "train.parquet")
     write_rows(tiny_math.to_rows(test_problems, "test"), folder / "test.parquet")
     tokenizer = build_tokenizer(plan.seed)
-    model = build_model(tokenizer, plan.seed)
+    model = build_model(tokenizer, plan.seed, plan.size).to(device)
     summary = {"parameters": model.num_parameters(), "vocab_size": len(tokenizer)}
     summary |= train(model, tokenizer, plan, minutes, show_progress)
-    _save(model, tokenizer, folder / BF16)
+    _save(model.cpu(), tokenizer, folder / BF16)
     quantize_checkpoint(folder / BF16, folder / QUANTISED, progress=False)
     for name in (BF16, QUANTISED):
-        summary[name] = asdict(evaluate(load_plain(folder / name), tokenizer, test_problems, seed=plan.seed))
+        model = load_plain(folder / name).to(device)
+        summary[name] = asdict(evaluate(model, tokenizer, test_problems, seed=plan.seed))
     (folder / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 

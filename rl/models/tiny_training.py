@@ -29,6 +29,8 @@ class Plan:
     """How the tiny model is trained; the defaults made the committed checkpoint."""
 
     seed: int = 0
+    size: str = "tiny"
+    """One of `tiny.SIZES`."""
     steps: int = 600
     batch_size: int = 120
     """Sequences a step, about 47 tokens each."""

