@@ -6,6 +6,8 @@ from pathlib import Path
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TRACEBACK = "Traceback (most recent call last)"
 _TAIL_BYTES = 400_000
+# Ray's autoscaler monitor wants a fixed port for its metrics and goes on without it: two runs on a host always meet.
+_UNRELATED = ("monitor.log", "monitor.out", "monitor.err")
 # Failures of one process that are only the echo of another's: shown only if there is nothing better.
 _ECHO = re.compile(
     r"ActorDiedError|RayActorError|EngineDeadError|WorkerCrashedError|ActorUnavailableError|"
@@ -38,7 +40,8 @@ def log_excerpt(logs: Path, lines: int = 15, only_errors: bool = False) -> tuple
 
 def log_files(logs: Path) -> list[Path]:
     """All logs of a run."""
-    return sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".out", ".err") and path.is_file())
+    found = (path for path in logs.rglob("*") if path.suffix in (".log", ".out", ".err") and path.is_file())
+    return sorted(path for path in found if path.name not in _UNRELATED)
 
 
 def tail(path: Path) -> list[str]:

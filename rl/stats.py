@@ -23,9 +23,9 @@ def _response_tokens(log_probs: torch.Tensor, micro_batch) -> tuple[torch.Tensor
         log_probs.unbind(), micro_batch["old_log_probs"].unbind(), micro_batch["response_mask"].unbind(), strict=True
     ):
         count = mask.shape[0]
-        keep = mask.bool()
+        keep = mask.bool().to(own.device)
         trainer.append(own[-count - 1 : -1][keep])
-        rollout.append(other[:count][keep])
+        rollout.append(other[:count].to(own.device)[keep])
     return torch.cat(trainer).double(), torch.cat(rollout).double()
 
 

@@ -145,6 +145,8 @@ class EngineWorker:
         """
         if not any("lora_A" in name for name in tensors):
             raise SyncError(f"{len(tensors)} tensors were sent and none is of an adapter")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the engine may still compute with the adapter that is replaced
         lora_manager = self.model_runner.lora_manager
         lora_manager.remove_adapter(adapter_id)
         manager = lora_manager._adapter_manager
@@ -162,4 +164,6 @@ class EngineWorker:
         )
         manager.add_adapter(adapter)
         manager.activate_adapter(adapter_id)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         next(adapter_tensors(manager, adapter_id))
