@@ -93,6 +93,7 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     from rl.in_process import InProcessPair
     from rl.verl_config import KV_CACHE_GIB_ON_CPU, engine_settings
     from rollout.engine import EngineOptions
+    from rollout.sampling import GPU_ENGINE_ARGS
 
     settings = engine_settings(recipe, resolve_backend(recipe.model.backend, cuda))
     options = EngineOptions(
@@ -103,7 +104,8 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
         kv_cache_gib=recipe.rollout.kv_cache_gib or KV_CACHE_GIB_ON_CPU,
         seed=recipe.seed,
         dtype=recipe.model.dtype,
-        extra={"enable_prefix_caching": recipe.rollout.prefix_caching},
+        vocabulary=settings.vocabulary,
+        extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **(GPU_ENGINE_ARGS if cuda else {})},
     )
     pair = InProcessPair(checkpoint, settings, options, engine_checkpoint, "cuda" if cuda else "cpu")
     if engine_adapter is not None:

@@ -12,7 +12,7 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from rl import lora, modeling, replay, stats
+from rl import adapter_files, lora, modeling, replay, stats
 from rl.probe import TrainerProbe
 from rl.settings import EngineSettings
 from rollout.patching import patch_target
@@ -108,8 +108,12 @@ class LockstepEngine(FSDPEngineWithLMHead):
         return iter(wire.items()), lora.wire_config(self.trainer_model.spec, self.trainer_model.adapted)
 
     def save_adapter(self, folder: str) -> None:
-        """Write the adapter in PEFT's format (collective; rank 0 writes)."""
-        lora.save_peft(self.trainer_model.model, self.trainer_model.spec, Path(folder), self.model_config.path)
+        """Write the adapter in PEFT's format, and below engine/ in vLLM's (collective; rank 0 writes)."""
+        model, spec = self.trainer_model, self.trainer_model.spec
+        adapter_files.save_peft(model.model, spec, Path(folder), self.model_config.path)
+        tensors = lora.engine_tensors(model.model)
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            adapter_files.save_engine_format(tensors, spec, model.adapted, Path(folder) / "engine")
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **_kwargs):
         self.save_adapter(str(Path(local_path) / "adapter"))

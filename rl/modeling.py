@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kernels.linear import linear
 from quant.experts import RoutedExperts
 from quant.modules import load_model, swap_plain_experts
-from rl import lora, replay
+from rl import adapter_files, lora, replay
 from rl.settings import EngineSettings
 
 CPU_ATTENTION = "lockstep_float32"
@@ -62,18 +62,25 @@ class FrozenLinear(nn.Module):
 
 
 class FloatLogits(nn.Module):
-    """lm_head whose logits are bf16-rounded and returned as float32, the dtype the engine takes log-softmax in."""
+    """lm_head whose logits are bf16-rounded and returned as float32, the dtype the engine takes log-softmax in.
 
-    def __init__(self, head: nn.Module) -> None:
+    Ids from `vocabulary` on (padding of the embedding) get -inf, as verl masks them in the engine.
+    """
+
+    def __init__(self, head: nn.Module, vocabulary: int | None = None) -> None:
         super().__init__()
         self.head = head
+        self.vocabulary = vocabulary
 
     @property
     def weight(self) -> torch.Tensor:
         return self.head.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x).float()
+        logits = self.head(x).float()
+        if self.vocabulary is not None:
+            logits[..., self.vocabulary :] = float("-inf")
+        return logits
 
 
 def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend: str) -> nn.Module:
@@ -99,9 +106,10 @@ def build_from(path: Path, settings: EngineSettings) -> TrainerModel:
         attn_implementation=settings.attn_implementation,
         backend=settings.backend,
         replay_enabled=settings.routing_replay,
+        vocabulary=settings.vocabulary,
     )
     if settings.adapter is not None:
-        lora.load_peft(trainer_model.model, Path(settings.adapter))
+        adapter_files.load_peft(trainer_model.model, Path(settings.adapter))
     return trainer_model
 
 
@@ -112,6 +120,7 @@ def build(
     attn_implementation: str = "sdpa",
     backend: str = "emulation",
     replay_enabled: bool = True,
+    vocabulary: int | None = None,
 ) -> TrainerModel:
     """Base, adapters and replayable routers; the adapter is zero until it is trained or loaded."""
     if backend == "emulation" and attn_implementation == "sdpa":
@@ -122,7 +131,7 @@ def build(
         if type(module) is nn.Linear:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, FrozenLinear(module))
-    model.lm_head = FloatLogits(model.lm_head)
+    model.lm_head = FloatLogits(model.lm_head, vocabulary)
     routing = replay.RoutingReplay(enabled=replay_enabled)
     replay.install(model, routing, linear)
     routers = [module for module in model.modules() if isinstance(module, replay.ReplayRouter)]

@@ -59,7 +59,7 @@ def preflight(recipe: Recipe) -> Preflight:
     config = read_model_config(folder, recipe.model.path)
     tensors, size = read_tensors(folder)
     formats = check_quantisation(folder, config, tensors)
-    check_vocabulary(folder, config)
+    check_vocabulary(folder, config, recipe.model.padded_vocab)
     check_length(recipe, config)
     if recipe.model.adapter is not None:
         check_adapter(recipe)
@@ -226,19 +226,25 @@ def check_quantisation(folder: Path, config: dict[str, Any], tensors: dict[str, 
     return tuple(formats)
 
 
-def check_vocabulary(folder: Path, config: dict[str, Any]) -> None:
-    """vocab_size must be the tokenizer's length: the engine masks ids beyond it and the trainer does not."""
-    path = folder / "tokenizer.json"
-    tokenizer = _read_json(path, "copy the model's tokenizer there")
+def tokenizer_length(folder: Path) -> int:
+    """Tokens of a checkpoint's tokenizer, the added ones included."""
+    tokenizer = _read_json(folder / "tokenizer.json", "copy the model's tokenizer there")
     vocabulary = tokenizer["model"]["vocab"]
     tokens = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
-    tokens |= {entry["content"] for entry in tokenizer.get("added_tokens", [])}
+    return len(tokens | {entry["content"] for entry in tokenizer.get("added_tokens", [])})
+
+
+def check_vocabulary(folder: Path, config: dict[str, Any], padded: bool) -> None:
+    """vocab_size must be the tokenizer's length, or larger if the recipe says that the rest is padding."""
+    tokens = tokenizer_length(folder)
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if size != len(tokens):
-        raise ConfigError(
-            f"{folder / 'config.json'}: vocab_size = {size}, but tokenizer.json has {len(tokens)} tokens: the engine "
-            "would mask the rest and the trainer not; make them equal (resize the embeddings)"
-        )
+    if size == tokens or (padded and size is not None and size > tokens):
+        return
+    more = size is not None and size > tokens
+    raise ConfigError(
+        f"{folder / 'config.json'}: vocab_size = {size}, but tokenizer.json has {tokens} tokens; "
+        + ("if the rest is padding, set model.padded_vocab=true" if more else "copy the tokenizer of this model there")
+    )
 
 
 def check_length(recipe: Recipe, config: dict[str, Any]) -> None:

@@ -62,6 +62,9 @@ class ModelConfig(Section):
     """Attention of the trainer's forward."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    padded_vocab: bool = False
+    """The embedding has more rows than the tokenizer has tokens (as in stock Qwen3): both sides give the rest no
+    probability. Without it such a checkpoint is refused."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
 

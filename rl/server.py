@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from rollout.patching import patch_target
-from rollout.sampling import Sequence, lora_request, sampling_params, scored_logprobs
+from rollout.sampling import Sequence, check_finite, lora_request, sampling_params, scored_logprobs
 
 _module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
@@ -46,10 +46,13 @@ class LockstepServer(vLLMHttpServer):
         return self._loras
 
     async def generate_group(self, prompt_ids: list[int], sampling_params: dict, count: int) -> list:
-        """`count` samples (verl TokenOutputs) of one prompt."""
-        return await asyncio.gather(
+        """`count` samples (verl TokenOutputs) of one prompt; FloatingPointError if a log-prob is not finite."""
+        outputs = await asyncio.gather(
             *(self.generate(prompt_ids, dict(sampling_params), request_id=uuid.uuid4().hex) for _ in range(count))
         )
+        for output in outputs:
+            check_finite(output.log_probs or [], "rollout")
+        return outputs
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Called by verl after each sync. verl's generate falls back to the base when no adapter is loaded: refuse."""

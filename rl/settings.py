@@ -23,6 +23,8 @@ class EngineSettings:
     adapter: str | None
     routing_replay: bool
     seed: int
+    vocabulary: int | None = None
+    """Ids from here on are padding of the embedding and have no probability; None: all are tokens."""
 
     def lora_spec(self) -> LoRASpec:
         return LoRASpec(

@@ -23,6 +23,7 @@ class EngineOptions:
     kv_cache_gib: float = 0.25
     seed: int = 0
     dtype: str = "bfloat16"
+    vocabulary: int | None = None
     extra: dict = field(default_factory=dict)
 
 
@@ -67,6 +68,8 @@ class InProcessEngine:
             worker_extension_cls="rollout.worker.EngineWorker",
             **options.extra,
         )
+        if options.vocabulary is not None:
+            self.llm.collective_rpc("lockstep_limit_vocabulary", args=(options.vocabulary,))
 
     def sync_adapter(self, tensors: dict[str, torch.Tensor], config: dict) -> None:
         """Replace the adapter by `tensors` (wire names) in memory and drop cached prefixes."""

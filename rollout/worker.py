@@ -138,6 +138,18 @@ class EngineWorker:
         """Digest of every tensor of the active adapter as the LoRA kernels see it; SyncError if it is not whole."""
         return digests(adapter_tensors(self.model_runner.lora_manager._adapter_manager, adapter_id))
 
+    def lockstep_limit_vocabulary(self, vocabulary: int) -> None:
+        """Give ids from `vocabulary` on (padding of the embedding) no probability, as verl does in its servers."""
+        model = self.model_runner.model
+        compute_logits = model.compute_logits
+
+        def limited(*args, **kwargs):
+            logits = compute_logits(*args, **kwargs)
+            logits[..., vocabulary:] = float("-inf")
+            return logits
+
+        model.compute_logits = limited
+
     def lockstep_load_adapter(self, adapter_id: int, tensors: dict[str, torch.Tensor], config: dict) -> None:
         """Replace adapter `adapter_id` by `tensors` (vLLM's adapter names) from memory and activate it.
 

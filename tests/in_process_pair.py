@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rl.adapter_files import save_engine_format
 from rl.consistency import check
 from rl.in_process import InProcessPair
-from rl.lora import adapters
+from rl.lora import adapters, engine_tensors
 from rl.replay import layout
 from rl.schema import Thresholds
 from rl.settings import EngineSettings
@@ -84,12 +86,21 @@ def main() -> None:
     unsynced = check(pair.probe, pair.engine_side, inputs, 24, limits, probe=False)
     pair.engine_side.sync()
     second = check(pair.probe, pair.engine_side, inputs, 24, limits, probe=False, step=1)
+    model = pair.trainer_model
+    with tempfile.TemporaryDirectory() as folder:
+        save_engine_format(engine_tensors(model.model), model.spec, model.adapted, Path(folder))
+        sent = pair.engine.adapter_digests()
+        pair.engine_side.load_from_disk(Path(folder))
+        from_disk = pair.engine.adapter_digests()
+    third = check(pair.probe, pair.engine_side, inputs, 24, limits, probe=False, step=1)
     print(
         json.dumps(
             {
                 "first": first.as_dict(),
                 "unsynced": unsynced.as_dict(),
                 "second": second.as_dict(),
+                "third": third.as_dict(),
+                "disk_equals_sent": from_disk == sent,
                 "loss": loss,
                 "base_unchanged": pair.probe.base_digests() == before,
                 "adapter_changed": pair.engine.adapter_digests() != stale,

@@ -45,6 +45,11 @@ def test_a_step_without_sync_is_caught(outcome):
     assert report["weights"]["adapter"]["mismatched"] and report["weights"]["base"]["mismatched"] == []
 
 
+def test_an_adapter_that_vllm_reads_from_disk_is_the_one_that_was_sent(outcome):
+    assert outcome["disk_equals_sent"]
+    assert outcome["third"]["verdict"] == "pass" and outcome["third"]["probe"]["adapter_effect"] > 0
+
+
 def test_training_changes_the_adapter_and_never_the_base(outcome):
     assert outcome["adapter_changed"] and outcome["base_unchanged"]
     assert outcome["second"]["probe"]["adapter_effect"] > 0

@@ -10,7 +10,7 @@ from tiny_model import PLAIN, QUANTISED, TARGETS, build, logits, masters, random
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quant.checkpoint import decoded_state
-from rl import lora
+from rl import adapter_files, lora
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -21,7 +21,7 @@ def saved(tmp_path_factory):
     trainer_model = build(spec(), dtype=torch.float32)
     randomise(trainer_model.model)
     folder = tmp_path_factory.mktemp("adapter")
-    lora.save_peft(trainer_model.model, trainer_model.spec, folder, str(QUANTISED))
+    adapter_files.save_peft(trainer_model.model, trainer_model.spec, folder, str(QUANTISED))
     return folder, trainer_model
 
 
@@ -54,8 +54,8 @@ def copy_of(folder, target, **config):
 def test_save_and_load_is_bit_exact(tmp_path, changes):
     first, second = build(spec(**changes)), build(spec(seed=5, **changes))
     randomise(first.model)
-    lora.save_peft(first.model, first.spec, tmp_path, "base")
-    lora.load_peft(second.model, tmp_path)
+    adapter_files.save_peft(first.model, first.spec, tmp_path, "base")
+    adapter_files.load_peft(second.model, tmp_path)
     ours, theirs = masters(first.model), masters(second.model)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
     assert all(parameter.dtype == torch.float32 and parameter.requires_grad for parameter in theirs.values())
@@ -80,7 +80,7 @@ def test_stock_peft_computes_the_same_logits(tmp_path, targets):
     """Tolerance: float32 on both sides, only the order of additions differs; the adapter moves logits by far more."""
     ours, ids = build(spec(targets=targets), dtype=torch.float32), token_ids()
     randomise(ours.model)
-    lora.save_peft(ours.model, ours.spec, tmp_path, str(QUANTISED))
+    adapter_files.save_peft(ours.model, ours.spec, tmp_path, str(QUANTISED))
     theirs = PeftModel.from_pretrained(stock_model(), tmp_path)
     with torch.no_grad():
         expected = logits(ours, ids)
@@ -93,7 +93,7 @@ def test_stock_peft_computes_the_same_logits(tmp_path, targets):
 def test_stock_peft_on_a_plain_checkpoint_computes_the_same_logits(tmp_path):
     ours, ids = build(spec(targets=("attention",)), PLAIN, dtype=torch.float32), token_ids()
     randomise(ours.model)
-    lora.save_peft(ours.model, ours.spec, tmp_path, str(PLAIN))
+    adapter_files.save_peft(ours.model, ours.spec, tmp_path, str(PLAIN))
     theirs = PeftModel.from_pretrained(stock_model(quantised=False), tmp_path)
     with torch.no_grad():
         actual = theirs(input_ids=ids, use_cache=False).logits
@@ -110,7 +110,7 @@ def test_adapter_that_stock_peft_made_loads(tmp_path):
                 parameter.normal_(std=0.05)
     theirs.save_pretrained(tmp_path)
     ours = build(spec(targets=("q_proj", "o_proj", "experts")), dtype=torch.float32)
-    lora.load_peft(ours.model, tmp_path)
+    adapter_files.load_peft(ours.model, tmp_path)
     with torch.no_grad():
         expected = theirs.eval()(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(logits(ours, ids), expected, rtol=1e-4, atol=1e-4)
@@ -123,12 +123,12 @@ def test_adapter_that_stock_peft_made_loads(tmp_path):
 def test_initialisation_that_changed_the_base_is_refused(saved, tmp_path, method):
     copy_of(saved[0], tmp_path, init_lora_weights=method)
     with pytest.raises(lora.AdapterError, match=f"init_lora_weights='{method}' changed the base weights; convert"):
-        lora.load_peft(saved[1].model, tmp_path)
+        adapter_files.load_peft(saved[1].model, tmp_path)
 
 
 @pytest.mark.parametrize("value", [True, False, "gaussian"])
 def test_initialisation_that_left_the_base_alone_loads(saved, tmp_path, value):
-    lora.load_peft(saved[1].model, copy_of(saved[0], tmp_path, init_lora_weights=value))
+    adapter_files.load_peft(saved[1].model, copy_of(saved[0], tmp_path, init_lora_weights=value))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_initialisation_that_left_the_base_alone_loads(saved, tmp_path, value):
 )
 def test_adapter_of_another_recipe_is_refused(saved, other, message):
     with pytest.raises(lora.AdapterError, match=message):
-        lora.load_peft(build(spec(**other)).model, saved[0])
+        adapter_files.load_peft(build(spec(**other)).model, saved[0])
 
 
 def test_adapter_without_a_group_that_the_recipe_trains_is_refused(tmp_path):
     attention = build(spec(targets=("attention",)))
-    lora.save_peft(attention.model, attention.spec, tmp_path, "base")
+    adapter_files.save_peft(attention.model, attention.spec, tmp_path, "base")
     with pytest.raises(lora.AdapterError, match=r"mlp.experts lacks fused expert tensors; .*lora_targets"):
-        lora.load_peft(build(spec()).model, tmp_path)
+        adapter_files.load_peft(build(spec()).model, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_missing_tensor_is_named(saved, tmp_path, name):
     del tensors[f"base_model.model.model.{name}"]
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(lora.AdapterError, match=name.partition(".lora")[0].removesuffix(".base_layer")):
-        lora.load_peft(build(spec()).model, folder)
+        adapter_files.load_peft(build(spec()).model, folder)
 
 
 @pytest.mark.parametrize("name", ["extra.lora_A.weight", "layers.0.self_attn.q_proj.lora_magnitude_vector"])
@@ -172,7 +172,7 @@ def test_left_over_tensor_is_named(saved, tmp_path, name):
     folder = copy_of(saved[0], tmp_path)
     save_file(load_file(folder / WEIGHTS) | {name: torch.zeros(2)}, folder / WEIGHTS)
     with pytest.raises(lora.AdapterError, match=f"1 tensors match no adapted module, for example {name}"):
-        lora.load_peft(build(spec()).model, folder)
+        adapter_files.load_peft(build(spec()).model, folder)
 
 
 def test_tensor_of_another_shape_is_named(saved, tmp_path):
@@ -180,7 +180,7 @@ def test_tensor_of_another_shape_is_named(saved, tmp_path):
     tensors = load_file(folder / WEIGHTS)
     save_file(tensors | {name: tensors[name][:-1].contiguous()}, folder / WEIGHTS)
     with pytest.raises(lora.AdapterError, match=r"layers.2.self_attn.v_proj has shape \(63, 8\), .* \(64, 8\)"):
-        lora.load_peft(build(spec()).model, folder)
+        adapter_files.load_peft(build(spec()).model, folder)
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_tensor_of_another_shape_is_named(saved, tmp_path):
 )
 def test_settings_that_the_tensors_do_not_show_are_refused(saved, tmp_path, setting):
     with pytest.raises(lora.AdapterError, match=f"{next(iter(setting))}=.*only plain LoRA loads"):
-        lora.load_peft(saved[1].model, copy_of(saved[0], tmp_path, **setting))
+        adapter_files.load_peft(saved[1].model, copy_of(saved[0], tmp_path, **setting))

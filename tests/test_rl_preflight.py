@@ -167,7 +167,10 @@ def test_header_matches_the_library(workspace):
 def test_vocabulary_unlike_the_tokenizer(workspace):
     edit(workspace / "model" / "config.json", vocab_size=64)
     line = error_of(workspace)
-    assert "vocab_size = 64" in line and "4 tokens" in line
+    assert "vocab_size = 64" in line and "4 tokens" in line and "model.padded_vocab=true" in line
+    assert preflight(recipe_for(workspace, "model.padded_vocab=true")).model_type == "qwen3_moe"
+    edit(workspace / "model" / "config.json", vocab_size=3)
+    assert "copy the tokenizer" in error_of(workspace, "model.padded_vocab=true")
 
 
 @pytest.mark.parametrize(
