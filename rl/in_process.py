@@ -41,11 +41,11 @@ class InProcessSide:
     def __init__(self, engine: InProcessEngine, trainer: modeling.TrainerModel) -> None:
         self.engine, self.trainer = engine, trainer
 
-    def base_digests(self) -> list[dict[str, dict]]:
-        return [self.engine.base_digests()]
+    def base_digests(self, detail: bool = False) -> list[dict[str, dict]]:
+        return [self.engine.base_digests(detail)]
 
-    def adapter_digests(self) -> list[dict[str, dict]]:
-        return [self.engine.adapter_digests()]
+    def adapter_digests(self, detail: bool = False) -> list[dict[str, dict]]:
+        return [self.engine.adapter_digests(detail)]
 
     def sync(self) -> None:
         wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model))

@@ -16,11 +16,11 @@ class LiveTrainer:
     def _call(self, method: str, *args):
         return self.worker_group.lockstep_probe(method, *args)[0]
 
-    def base_digests(self) -> dict[str, dict]:
-        return self._call("base_digests")
+    def base_digests(self, detail: bool = False) -> dict[str, dict]:
+        return self._call("base_digests", detail)
 
-    def adapter_digests(self) -> dict[str, dict]:
-        return self._call("adapter_digests")
+    def adapter_digests(self, detail: bool = False) -> dict[str, dict]:
+        return self._call("adapter_digests", detail)
 
     def adapter_kinds(self) -> list[str]:
         return self._call("adapter_kinds")
@@ -49,11 +49,11 @@ class LiveEngine:
         answers = ray.get([server.collective_rpc.remote(method, args=args) for server in self.servers])
         return [worker for server in answers for worker in server]
 
-    def base_digests(self) -> list[dict[str, dict]]:
-        return self._rpc("lockstep_base_digests")
+    def base_digests(self, detail: bool = False) -> list[dict[str, dict]]:
+        return self._rpc("lockstep_base_digests", detail)
 
-    def adapter_digests(self) -> list[dict[str, dict]]:
-        return self._rpc("lockstep_adapter_digests", ADAPTER_ID)
+    def adapter_digests(self, detail: bool = False) -> list[dict[str, dict]]:
+        return self._rpc("lockstep_adapter_digests", ADAPTER_ID, detail)
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
         return ray.get(self.servers[0].probe_generate.remote(prompts, max_tokens))

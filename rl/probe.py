@@ -23,11 +23,11 @@ class TrainerProbe:
     def model(self) -> torch.nn.Module:
         return self.trainer_model.model
 
-    def base_digests(self) -> dict[str, dict]:
-        return digests(fingerprint.base_tensors(self.model))
+    def base_digests(self, detail: bool = False) -> dict[str, dict]:
+        return digests(fingerprint.base_tensors(self.model), detail)
 
-    def adapter_digests(self) -> dict[str, dict]:
-        return digests(lora.engine_tensors(self.model))
+    def adapter_digests(self, detail: bool = False) -> dict[str, dict]:
+        return digests(lora.engine_tensors(self.model), detail)
 
     def _factors(self):
         """Yield (kind, parameter name, this rank's part of B) of every adapted module."""
@@ -86,18 +86,26 @@ class TrainerProbe:
         try:
             for enabled in (False, True):
                 routing.begin(known)
-                routing.enabled, routing.recording = enabled, {}
+                routing.enabled, routing.recording, routing.margins = enabled, {}, {}
                 logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                outcomes.append(
-                    (self._response_logprobs(logits, ids, sequences), self._agreement(routing.recording, known))
-                )
+                outcomes.append((self._response_logprobs(logits, ids, sequences), routing.recording))
+                if not enabled:
+                    details = routing_details(routing.recording, routing.margins, known)
         finally:
             routing.begin(None)
-            routing.enabled, routing.recording = was_enabled, None
+            routing.enabled, routing.recording, routing.margins = was_enabled, None, None
             self.model.train(was_training)
-        (free, agreement), (replayed, agreement_replayed) = outcomes
+        (free, own), (replayed, used) = outcomes
         rows = int((known[:, 0, 0] != replay.UNKNOWN).sum()) if known is not None else 0
-        return TrainerScore(free, replayed, agreement, agreement_replayed, rows, int(mask.sum()) - rows)
+        return TrainerScore(
+            free,
+            replayed,
+            agreement=_agreement(own, known),
+            agreement_replayed=_agreement(used, known),
+            tokens=rows,
+            not_replayed=int(mask.sum()) - rows,
+            details=details,
+        )
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -110,16 +118,62 @@ class TrainerProbe:
             for row, sequence in enumerate(sequences)
         ]
 
-    @staticmethod
-    def _agreement(used: dict[int, torch.Tensor], known: torch.Tensor | None) -> dict[int, float]:
-        """Share of known rows of each layer on which the expert set that was used equals the engine's."""
-        if known is None:
-            return {}
-        rows = known[:, 0, 0] != replay.UNKNOWN
-        return {
-            layer: float((ids.sort(-1).values == known[:, layer].sort(-1).values).all(-1)[rows].float().mean())
-            for layer, ids in used.items()
+
+def _agreement(used: dict[int, torch.Tensor], known: torch.Tensor | None) -> dict[int, float]:
+    """Share of known rows of each layer on which the expert set that was used equals the engine's."""
+    if known is None:
+        return {}
+    rows = known[:, 0, 0] != replay.UNKNOWN
+    return {layer: float(_same_sets(ids, known[:, layer])[rows].float().mean()) for layer, ids in used.items()}
+
+
+def _same_sets(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """bool [T]: whether the ids [T, K] of each row are the same set."""
+    return (a.sort(-1).values == b.sort(-1).values).all(-1)
+
+
+NEAR_TIE = 1 / 16
+"""A k-th expert whose logit leads the next by less than this is a near-tie: two bfloat16 steps at logits of 4 to 8."""
+
+
+def routing_details(
+    own: dict[int, torch.Tensor], margins: dict[int, torch.Tensor], known: torch.Tensor | None
+) -> dict[int, dict]:
+    """What explains disagreement, a layer: `disagree` and `near_ties` among those rows, and agreement of the trainer's
+    own choice with the engine's ids one row later, one row earlier, and renamed by the most frequent partner."""
+    if known is None:
+        return {}
+    rows = known[:, 0, 0] != replay.UNKNOWN
+    found = {}
+    for layer, ids in own.items():
+        theirs = known[:, layer]
+        same = _same_sets(ids, theirs)
+        shifted = []
+        for shift in (1, -1):
+            moved = theirs.roll(-shift, 0)
+            both = rows & (moved[:, 0] != replay.UNKNOWN)
+            shifted.append(float(_same_sets(ids, moved)[both].float().mean()) if bool(both.any()) else 0.0)
+        differ = rows & ~same
+        found[layer] = {
+            "disagree": int(differ.sum()),
+            # With top-k of all experts there is no next one, and nothing can differ.
+            "near_ties": int((differ & (margins[layer] < NEAR_TIE)).sum()) if layer in margins else 0,
+            "later": shifted[0],
+            "earlier": shifted[1],
+            "renamed": _renamed_agreement(ids[rows], theirs[rows]),
         }
+    return found
+
+
+def _renamed_agreement(own: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Agreement after renaming each of the trainer's experts to the engine's expert that it meets most often."""
+    experts = int(max(own.max(), theirs.max())) + 1
+    pairs = own.unsqueeze(2) * experts + theirs.unsqueeze(1)
+    counts = torch.bincount(pairs.reshape(-1), minlength=experts * experts).view(experts, experts)
+    # By how much more often than its share: a popular expert meets everybody.
+    expected = counts.sum(1, keepdim=True) * counts.sum(0, keepdim=True) / counts.sum().clamp(min=1)
+    partner = (counts - expected).argmax(1)
+    return float(_same_sets(partner[own], theirs).float().mean())
 
 
 def _pad(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,13 +33,15 @@ class LayerCount:
 class RoutingReplay:
     """`ids` int64 [T, L, K] or None (every router decides itself); `enabled` False measures agreement, replays nothing.
 
-    `recording`, when a dict, takes the ids that each layer used in the last forward.
+    `recording` and `margins`, when dicts, take the ids that each layer used in the last forward, and by how much the
+    logit of the last expert that it would choose itself leads the next one.
     """
 
     enabled: bool = True
     ids: torch.Tensor | None = None
     counts: dict[int, LayerCount] = field(default_factory=dict)
     recording: dict[int, torch.Tensor] | None = None
+    margins: dict[int, torch.Tensor] | None = None
 
     def begin(self, ids: torch.Tensor | None) -> None:
         """Start a micro-batch with its ids; what recomputation counted a second time after the last one is dropped."""
@@ -85,6 +87,9 @@ class ReplayRouter(nn.Module):
         logits = self.matmul(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
         scores = F.softmax(logits, dtype=torch.float, dim=-1)
         ids = self.replay.choose(self.layer, scores.topk(self.top_k, dim=-1).indices)
+        if self.replay.margins is not None and scores.shape[-1] > self.top_k:
+            last = logits.detach().float().topk(self.top_k + 1, dim=-1).values[:, -2:]
+            self.replay.margins[self.layer] = last[:, 0] - last[:, 1]
         weights = scores.gather(-1, ids)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)

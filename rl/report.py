@@ -29,7 +29,7 @@ def render(run_dir: Path) -> str:
         _head(recipe.get("name", run_dir.name), run_dir.name, summary, config),
         _tiles(summary),
         "<section class='plots'>",
-        *_plots(rows, events, recipe),
+        *_plots(rows, events, recipe, consistency.get("thresholds", {})),
         "</section>",
         _gates(events, consistency),
         _table("Recipe", _flatten(recipe)),
@@ -70,10 +70,9 @@ def _tiles(summary: dict) -> str:
     return f"<section class='tiles'>{cells}</section>"
 
 
-def _plots(rows: list[dict], events: list[dict], recipe: dict) -> list[str]:
+def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict) -> list[str]:
     held_out = [(event["step"], event["accuracy"]) for event in events if event["event"] == "validation"]
     algorithm = recipe.get("algorithm", {})
-    thresholds = recipe.get("consistency", {}).get("thresholds", {})
     plots = [
         ("Reward", "mean of a step's samples", [Series("reward", column(rows, "reward"))], {}),
         (

@@ -289,20 +289,25 @@ class TrainerConfig(Section):
 
 
 class Thresholds(Section):
-    """What the consistency gate lets pass. Weights have none: every hash must be equal."""
+    """What the consistency gate lets pass; null takes the default of the rounding backend (rl.consistency.DEFAULTS).
 
-    kl_k3: PositiveFloat = 1e-3
+    Weights have no threshold: every hash must be equal.
+    """
+
+    kl_k3: PositiveFloat | None = None
     """Largest mean of r - 1 - log r over the probe's tokens, with replayed routes."""
-    max_abs_logp: PositiveFloat = 0.1
+    max_abs_logp: PositiveFloat | None = None
     """Largest |delta logp| of a token, with replayed routes."""
-    mean_abs_logp: PositiveFloat = 0.02
+    mean_abs_logp: PositiveFloat | None = None
     """Largest mean |delta logp|, with replayed routes."""
-    routing_replayed: Fraction = 1.0
+    routing_replayed: Fraction | None = None
     """Least agreement of expert sets with replay."""
-    routing_free: Fraction = 0.9
+    routing_free: Fraction | None = None
     """Least agreement of expert sets when the trainer routes by itself."""
-    adapter_effect: PositiveFloat = 1e-3
+    adapter_effect: PositiveFloat | None = None
     """Least mean |delta logp| by which a non-zero test adapter must move the engine."""
+    zero_adapter_effect: NonNegativeFloat | None = None
+    """Largest mean |delta logp| by which a zero adapter may move the engine."""
 
 
 class ConsistencyConfig(Section):

@@ -8,7 +8,7 @@ import time
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rl import server, stats
-from rl.consistency import ConsistencyReport, check, compare_digests
+from rl.consistency import ConsistencyReport, check, compare_digests, resolve_limits
 from rl.live import LiveEngine, LiveTrainer
 from rl.run_folder import RunFolder
 from rollout.patching import patch_target
@@ -90,12 +90,12 @@ class LockstepTrainer(PPOTrainerSync):
         recipe = self.folder.recipe
         prompts = self._probe_prompts(recipe.consistency.probe_sequences)
         tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
-        report = check(
-            self.trainer_side, self.engine_side, prompts, tokens, recipe.consistency.thresholds, probe=probe, step=step
-        )
+        backend = self.config.actor_rollout_ref.model.lora.lockstep.backend
+        limits = resolve_limits(recipe.consistency.thresholds.model_dump(), backend)
+        report = check(self.trainer_side, self.engine_side, prompts, tokens, limits, probe=probe, step=step)
         self.folder.write_consistency(report)
         if report.verdict != "pass":
-            raise GateError("; ".join(report.reasons))
+            raise GateError("; ".join([*report.reasons, *report.diagnosis]))
         return report
 
     def _probe_prompts(self, count: int) -> list[list[int]]:

@@ -24,7 +24,24 @@ def digest(tensor: torch.Tensor) -> dict:
     }
 
 
-def digests(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict]:
-    """`digest` of every tensor, by name."""
+def details(tensor: torch.Tensor) -> dict:
+    """What helps to explain a difference: {"norm": of a floating tensor, "head": its first values, "parts"}.
+
+    "parts" are digests of the two halves of the rows of each leading index of a stack: experts in another order and a
+    swapped gate and up show there.
+    """
+    found = {}
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        found["norm"] = float(tensor.detach().double().norm())
+        found["head"] = tensor.detach().reshape(-1)[:4].double().tolist()
+    if tensor.dim() >= 3:
+        found["parts"] = [sha256(half) for part in tensor for half in part.tensor_split(2)]
+    return found
+
+
+def digests(
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], detail: bool = False
+) -> dict[str, dict]:
+    """`digest` of every tensor, by name; with `detail` also its `details`."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return {name: digest(tensor) for name, tensor in items}
+    return {name: digest(tensor) | (details(tensor) if detail else {}) for name, tensor in items}

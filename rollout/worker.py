@@ -130,13 +130,13 @@ def _layer_tensors(name: str, manager, layer: nn.Module, weights, slot: int, ran
 class EngineWorker:
     """Methods that vLLM's worker gains; every name starts with lockstep_ so that none can clash with vLLM's."""
 
-    def lockstep_base_digests(self) -> dict[str, dict]:
+    def lockstep_base_digests(self, detail: bool = False) -> dict[str, dict]:
         """Digest of every base tensor that this worker holds now."""
-        return digests((name, tensor) for name, tensor in base_tensors(self.model_runner.model))
+        return digests(base_tensors(self.model_runner.model), detail)
 
-    def lockstep_adapter_digests(self, adapter_id: int) -> dict[str, dict]:
+    def lockstep_adapter_digests(self, adapter_id: int, detail: bool = False) -> dict[str, dict]:
         """Digest of every tensor of the active adapter as the LoRA kernels see it; SyncError if it is not whole."""
-        return digests(adapter_tensors(self.model_runner.lora_manager._adapter_manager, adapter_id))
+        return digests(adapter_tensors(self.model_runner.lora_manager._adapter_manager, adapter_id), detail)
 
     def lockstep_limit_vocabulary(self, vocabulary: int) -> None:
         """Give ids from `vocabulary` on (padding of the embedding) no probability, as verl does in its servers."""

@@ -11,11 +11,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.adapter_files import save_engine_format
-from rl.consistency import check
+from rl.consistency import check, resolve_limits
 from rl.in_process import InProcessPair
 from rl.lora import adapters, engine_tensors
 from rl.replay import layout
-from rl.schema import Thresholds
 from rl.settings import EngineSettings
 from rollout.engine import EngineOptions
 
@@ -77,7 +76,7 @@ def main() -> None:
     torch.manual_seed(0)
     pair = InProcessPair(MODEL, SETTINGS, EngineOptions(extra={"enable_prefix_caching": True}))
     inputs = prompts(pair.engine.llm.get_tokenizer())
-    limits = Thresholds()
+    limits = resolve_limits({}, SETTINGS.backend)
     before = pair.probe.base_digests()
     first = check(pair.probe, pair.engine_side, inputs, 24, limits, probe=True)
     sequences = pair.engine_side.generate(inputs, 24)

@@ -1,0 +1,168 @@
+"""What a failed check means: for each kind of failure the likely cause, and the setting or file to look at.
+
+Pure functions on the numbers of a report. A sentence names the most specific cause that fits the evidence; where two
+causes look alike from here, it names both.
+"""
+
+import math
+from statistics import fmean, pstdev
+
+LACKS = " lacks it)"
+
+
+def explain_base(trainer: dict[str, dict], engine: dict[str, dict], mismatched: list[str]) -> str:
+    """Digests with details of one worker against the trainer's, and the names that differ."""
+    names = [name for name in mismatched if not name.endswith(LACKS)]
+    if not names:
+        return (
+            f"one side does not have {mismatched[0].partition(' (')[0]}: the checkpoints differ in layers or names "
+            "(config.json, model.safetensors.index.json), or the engine's layout is not known to rollout/worker.py"
+        )
+    pairs = [(name, trainer[name], engine[name]) for name in names]
+    for name, ours, theirs in pairs:
+        for key in ("dtype", "shape"):
+            if ours[key] != theirs[key]:
+                return (
+                    f"{name} is {ours[key]} in the trainer and {theirs[key]} in the engine: one side converted it at "
+                    "load; set model.dtype for both and look at the checkpoint's ignore list"
+                )
+    if all(name.endswith("#global_scale") for name in names):
+        return _explain_global_scales(pairs)
+    stacked = [(ours["parts"], theirs["parts"]) for _, ours, theirs in pairs if "parts" in ours]
+    if stacked and any(sorted(a) == sorted(b) for a, b in stacked):
+        same = [(a, b) for a, b in stacked if sorted(a) == sorted(b)]
+        if all(a[::2] == b[1::2] and a[1::2] == b[::2] for a, b in same):
+            return "gate and up are swapped in one side (w13 order): look at the expert names of the checkpoint's keys"
+        return "the experts stand in another order in one side: look at the expert numbering of the checkpoint's keys"
+    if len(names) <= 2:
+        return (
+            f"only {' and '.join(names)} differ{'s' if len(names) == 1 else ''}: bytes of one copy are damaged or "
+            "edited; compare the checksums of the two checkpoints' files and copy them again"
+        )
+    if all(".experts." in name for name in names):
+        return (
+            "only expert tensors differ: they were quantised by another encoder or policy; quantise once, use it twice"
+        )
+    return (
+        f"{len(names)} of {len(trainer)} tensors differ: the engine holds another base (another checkpoint or "
+        "revision, or one that was not restored after sleep); compare model.path with what the engine loaded"
+    )
+
+
+def _explain_global_scales(pairs: list[tuple[str, dict, dict]]) -> str:
+    products = [a * b for _, ours, theirs in pairs for a, b in zip(ours["head"], theirs["head"], strict=True)]
+    if all(abs(product - 1) < 1e-3 for product in products):
+        return (
+            "only global scales differ, and one side holds the reciprocals: compressed-tensors stores the divisor "
+            "(weight_global_scale), ModelOpt the multiplier (weight_scale_2); look at quant/reader.py and the config"
+        )
+    return "only global scales differ: gate and up of an expert must share one; quantise the checkpoint again"
+
+
+def explain_adapter(trainer: dict[str, dict], engine: dict[str, dict], mismatched: list[str]) -> str:
+    """Digests with details of one worker against the trainer's, and the names that differ."""
+    names = [name for name in mismatched if not name.endswith(LACKS)]
+    if not names:
+        return (
+            f"the engine has no module for {mismatched[0].partition(' (')[0]}: the adapter is not bound there; compare "
+            "model.lora_targets with the modules that vLLM can adapt in this model"
+        )
+    for name in names:
+        if trainer[name]["shape"] != engine[name]["shape"]:
+            return (
+                f"{name} is {trainer[name]['shape']} in the trainer and {engine[name]['shape']} in the engine: the "
+                "rank was cut; the engine's max_lora_rank must be model.lora_rank"
+            )
+    ratios = [engine[name]["norm"] / trainer[name]["norm"] for name in names if trainer[name]["norm"] > 0]
+    if ratios and abs(fmean(ratios) - 1) > 1e-2 and pstdev(ratios) < 1e-2 * fmean(ratios):
+        return (
+            f"every differing tensor is {fmean(ratios):.3g} times as large in the engine: the scaling alpha / rank is "
+            "applied twice or not at all; it belongs into B once (rl/lora.py)"
+        )
+    for name in names:
+        ours, theirs = trainer[name].get("parts"), engine[name].get("parts")
+        if ours and 0 < sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 2 and len(ours) > 2:
+            expert = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b) // 2
+            return (
+                f"in {name} only expert {expert} differs: its adapter was not sent or not bound; look at the names of "
+                "the expert tensors on the wire (rl/lora.py: wire_tensors)"
+            )
+    return (
+        f"{len(names)} of {len(trainer)} adapter tensors differ without a pattern: the engine serves the adapter of "
+        "another step; a sync was lost or came too late"
+    )
+
+
+def explain_routing(per_layer: list[dict], replayed: bool) -> str:
+    """Entries of routing.per_layer; `replayed` says that agreement with replay is below its threshold."""
+    if replayed:
+        layers = [entry["layer"] for entry in per_layer if entry["replayed"] < 1]
+        return (
+            f"the routers of layers {layers} do not use the ids they are given: algorithm.routing_replay, rl/replay.py"
+        )
+    later, earlier = (fmean(entry[key] for entry in per_layer) for key in ("later", "earlier"))
+    free = fmean(entry["free"] for entry in per_layer)
+    if max(later, earlier) > free + 0.2:
+        row = "later" if later > earlier else "earlier"
+        return (
+            f"the ids fit the rows one token {row}: they are shifted by one; look at how prompt and response are joined"
+        )
+    renamed = [entry for entry in per_layer if entry["renamed"] > entry["free"] + 0.2]
+    if renamed:
+        return "the ids fit after renaming the experts: router rows or experts stand in another order in one side"
+    low = [entry["layer"] for entry in per_layer if entry["free"] < 0.9]
+    ties = sum(entry["near_ties"] for entry in per_layer) / max(1, sum(entry["disagree"] for entry in per_layer))
+    if ties > 0.5:
+        return f"{ties:.0%} of the disagreements are near-ties: rounding before the router (model.backend)"
+    if len(low) == len(per_layer) and free < 0.5:
+        return "no layer agrees: the ids belong to other sequences; look at how they are joined with their samples"
+    return (
+        f"layers {low} choose other experts by a clear margin: a selection bias (e_score_correction_bias) is "
+        "missing or has another value on one side, or the router has another dtype"
+    )
+
+
+def explain_logprobs(logprobs: dict, limits: dict) -> str:
+    """The block `logprobs` of a report whose replayed numbers fail, with its thresholds."""
+    replayed, decode, prefill = (logprobs[key] for key in ("replayed", "decode_prefill", "prefill"))
+    fails = {"kl_k3": "kl_k3", "mean_abs": "mean_abs_logp", "max_abs": "max_abs_logp"}
+    if any(decode[key] > limits[limit] for key, limit in fails.items()):
+        offset = abs(decode["kl_k1"]) / max(decode["mean_abs"], 1e-12)
+        where = "and the trainer agrees with its prefill" if prefill["mean_abs"] < decode["mean_abs"] / 3 else ""
+        if offset > 0.9:
+            return (
+                f"the engine's decode differs from its own prefill by an offset of one sign {where}: the log-probs "
+                "are of a distribution at another temperature, top_p or top_k; look at rollout.temperature"
+            )
+        return (
+            f"the engine's decode differs from its own prefill {where}: the decode path is wrong, not the trainer: "
+            "rollout.kv_cache_dtype, a prefix cache that was not reset after a sync, or the attention backend"
+        )
+    if any(math.isnan(decode[key]) for key in fails):
+        return "the engine's own log-probs are not finite: look at its log"
+    if abs(replayed["kl_k1"]) > 0.9 * replayed["mean_abs"]:
+        return (
+            "one side is lower by an offset of one sign at every position: it counts logits that the other does not; "
+            "vocab_size and the tokenizer (model.padded_vocab), or a temperature"
+        )
+    first, last = logprobs["by_position"][0], logprobs["by_position"][-1]
+    if last["mean_abs"] > 5 * max(first["mean_abs"], limits["mean_abs_logp"] / 10):
+        return (
+            f"the error starts after position {first['last']} and grows: rope parameters, KV cache dtype or block "
+            "selection"
+        )
+    if logprobs["free"]["kl_k3"] <= limits["kl_k3"]:
+        return "without replay both sides agree: the replayed ids are not those of these tokens"
+    return (
+        "all weights are equal and both of the engine's paths agree, so one side rounds elsewhere: model.backend "
+        "must be that of the engine's kernels; then attn_implementation, and the dtype of rotary frequencies and router"
+    )
+
+
+def explain_probe(by_kind: dict[str, float], threshold: float) -> str:
+    """Effects of a random adapter by kind of module."""
+    dead = [kind for kind, effect in by_kind.items() if not effect >= threshold]
+    return (
+        f"adapters on {', '.join(dead)} change nothing in the engine: they are loaded and not applied there; look at "
+        "vLLM's LoRA support for these modules and at the request's lora_request"
+    )
