@@ -6,19 +6,31 @@
 import argparse
 import json
 import os
+import resource
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl.config import REPO_ROOT, ConfigError, Recipe, find_path, load_recipe, with_absolute_paths
-from rl.consistency import ConsistencyReport
+from rl.config import REPO_ROOT, ConfigError, Recipe, find_path, load_recipe, run_root, with_absolute_paths
+from rl.consistency_page import console, render
 from rl.environment import describe, gpu_count
+from rl.history import record, row_of
 from rl.launch import Parser
 from rl.preflight import preflight
+from rl.watch import watch
+
+if TYPE_CHECKING:
+    from rl.consistency import ConsistencyReport
 
 EXAMPLES = """examples:
   python scripts/check_consistency.py --config tiny_math.yaml
   python scripts/check_consistency.py --config tiny_math.yaml --adapter runs/latest/adapter --json report.json
+  python scripts/check_consistency.py --config tiny_math.yaml --html report.html
+  python scripts/check_consistency.py --watch runs/latest
   python scripts/check_consistency.py --config my.yaml --engine-checkpoint /mnt/copy   # are two copies the same model?
 
 exit status: 0 the sides agree, 1 a check failed, 2 bad usage or recipe"""
@@ -32,18 +44,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="NAME", help="recipe in recipes/, or a path to one")
+    parser.add_argument("--config", metavar="NAME", help="recipe in recipes/, or a path to one")
+    parser.add_argument("--watch", metavar="RUN", type=Path, help="show the trend of a run folder instead")
     parser.add_argument("--adapter", metavar="DIR", help="adapter on both sides (default: a new one, which is zero)")
     parser.add_argument("--engine-checkpoint", metavar="DIR", help="base that the engine loads (default: the recipe's)")
     parser.add_argument("--engine-adapter", metavar="DIR", help="adapter that the engine loads from disk by itself")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report there as a page")
+    parser.add_argument("--history", metavar="FILE", type=Path, help="one row a check (default: in the runs folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if (args.config is None) == (args.watch is None):
+        parser.error("give either --config or --watch")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = parse(argv)
+    if args.watch is not None:
+        if not (args.watch / "config.json").is_file():
+            print(
+                f"check_consistency.py: --watch {args.watch}: no config.json there; name a run folder", file=sys.stderr
+            )
+            return 2
+        return watch(args.watch)
     try:
         recipe = load_recipe(args.config, args.overrides)
         if args.adapter:
@@ -56,16 +81,57 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"{recipe.name}: {checked.model_text}, {recipe.consistency.probe_sequences} sequences", flush=True)
     started = time.monotonic()
-    report = run(with_absolute_paths(recipe), engine_checkpoint, engine_adapter)
+    with libraries_in_log() as log:
+        try:
+            report = run(with_absolute_paths(recipe), engine_checkpoint, engine_adapter)
+        except ValueError as error:  # an adapter, checkpoint or setting that does not fit; the message says which
+            problem = str(error)
+        else:
+            problem = None
+    if problem is not None:
+        print(f"check_consistency.py: {problem}; log: {log}", file=sys.stderr)
+        return 2
+    log.unlink()
     report.environment = describe(REPO_ROOT)
     report.environment["seconds"] = round(time.monotonic() - started, 1)
+    report.environment["peak_memory_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2)
     report.recipe = recipe.model_dump(mode="json")
-    print(report.summary())
-    for reason in report.reasons:
-        print(f"  {reason}")
-    if args.json:
-        args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    write(report.as_dict(), args, recipe)
     return 0 if report.verdict == "pass" else 1
+
+
+def write(report: dict, args: argparse.Namespace, recipe: Recipe) -> None:
+    """Console, files, and the history with what changed since the last row."""
+    print(console(report))
+    print(f"  {report['environment']['seconds']} s, {report['environment']['peak_memory_gb']} GB")
+    changes = record(
+        args.history or run_root(recipe) / "consistency_history.jsonl",
+        row_of(report, str(args.engine_checkpoint or recipe.model.path), args.engine_adapter or recipe.model.adapter),
+    )
+    for change in changes:
+        print(f"  since the last check: {change}")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        args.html.write_text(render(report), encoding="utf-8")
+
+
+@contextmanager
+def libraries_in_log() -> Iterator[Path]:
+    """Within it everything that this process prints goes to a log (native code too), which is kept on a failure."""
+    number, name = tempfile.mkstemp(prefix="lockstep-check-", suffix=".log")
+    sys.stdout.flush()
+    kept = [(stream, os.dup(stream)) for stream in (1, 2)]
+    try:
+        for stream, _ in kept:
+            os.dup2(number, stream)
+        yield Path(name)
+    finally:
+        sys.stdout.flush()
+        for stream, copy in kept:
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(number)
 
 
 def existing(value: str | None, option: str, inside: str) -> Path | None:
@@ -78,7 +144,7 @@ def existing(value: str | None, option: str, inside: str) -> Path | None:
     return folder.resolve()
 
 
-def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | None) -> ConsistencyReport:
+def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | None) -> "ConsistencyReport":
     """Build both sides of `recipe` (paths absolute) and check them."""
     from rl.train import resolve_backend, set_environment
 
@@ -114,7 +180,10 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
     probe = engine_adapter is None  # the probe sends adapters of its own
     limits = resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)
-    return check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe)
+    report = check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe)
+    for row in report.logprobs.get("worst", []):
+        row["text"] = pair.engine.llm.get_tokenizer().decode([row["token"]])
+    return report
 
 
 def probe_prompts(recipe: Recipe, tokenizer) -> list[list[int]]:

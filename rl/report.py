@@ -3,9 +3,9 @@
 import html
 import json
 from pathlib import Path
-from typing import Any
 
 from rl.events import read_jsonl
+from rl.page import flatten, number, page, table
 from rl.progress import duration, percent
 from rl.svg import Series, line_plot
 
@@ -32,12 +32,11 @@ def render(run_dir: Path) -> str:
         *_plots(rows, events, recipe, consistency.get("thresholds", {})),
         "</section>",
         _gates(events, consistency),
-        _table("Recipe", _flatten(recipe)),
-        _table("Environment", _flatten(_environment(config))),
-        _table("Summary", _flatten(summary)),
+        table("Recipe", flatten(recipe)),
+        table("Environment", flatten(_environment(config))),
+        table("Summary", flatten(summary)),
     ]
-    title = html.escape(f"{recipe.get('name', 'run')} - lockstep")
-    return _PAGE.format(title=title, style=_STYLE, body="\n".join(part for part in parts if part))
+    return page(f"{recipe.get('name', 'run')} - lockstep", parts)
 
 
 def _head(name: str, folder: str, summary: dict, config: dict) -> str:
@@ -61,9 +60,9 @@ def _tiles(summary: dict) -> str:
         ("steps", str(summary["steps"])),
         ("wall time", duration(summary["wall_s"])),
         ("start-up", "n/a" if summary["startup_s"] is None else duration(summary["startup_s"])),
-        ("largest k3 KL", _number(summary["kl_k3_max"])),
-        ("IS weights", f"{_number(summary['is_ratio_min'])} to {_number(summary['is_ratio_max'])}"),
-        ("tokens/s", _number(summary["tokens_per_s"])),
+        ("largest k3 KL", number(summary["kl_k3_max"])),
+        ("IS weights", f"{number(summary['is_ratio_min'])} to {number(summary['is_ratio_max'])}"),
+        ("tokens/s", number(summary["tokens_per_s"])),
         ("peak memory", "n/a" if summary["peak_memory_gb"] is None else f"{summary['peak_memory_gb']} GB"),
     ]
     cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
@@ -83,13 +82,13 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
         ),
         (
             "KL between trainer and engine (k3)",
-            f"0 means the same model; the gate lets {_number(thresholds.get('kl_k3'))} pass",
+            f"0 means the same model; the gate lets {number(thresholds.get('kl_k3'))} pass",
             [Series("k3", column(rows, "kl_k3"))],
             {"floor": 0.0, "rule": thresholds.get("kl_k3")},
         ),
         (
             "Importance weights",
-            f"exp(logp_train - logp_rollout), capped at {_number(algorithm.get('rollout_is_threshold'))}",
+            f"exp(logp_train - logp_rollout), capped at {number(algorithm.get('rollout_is_threshold'))}",
             [
                 Series("largest", column(rows, "is_ratio_max")),
                 Series("mean", column(rows, "is_ratio_mean")),
@@ -154,8 +153,8 @@ def _verdict(report: dict) -> str:
         )
     if logprobs:
         facts.append(
-            f"log-probabilities over {report['logprobs'].get('tokens')} tokens: k3 {_number(logprobs.get('kl_k3'))}, "
-            f"worst |delta| {_number(logprobs.get('max_abs'))}"
+            f"log-probabilities over {report['logprobs'].get('tokens')} tokens: k3 {number(logprobs.get('kl_k3'))}, "
+            f"worst |delta| {number(logprobs.get('max_abs'))}"
         )
     items = "".join(f"<li>{html.escape(str(reason))}</li>" for reason in report.get("reasons", []))
     return f"<p><span class='badge {verdict}'>{verdict}</span> {html.escape('; '.join(facts))}</p>" + (
@@ -168,81 +167,5 @@ def _environment(config: dict) -> dict:
     return {key: config[key] for key in keep if config.get(key) not in (None, [])}
 
 
-def _table(title: str, cells: list[tuple[str, str]]) -> str:
-    if not cells:
-        return ""
-    body = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>" for key, value in cells)
-    opened = " open" if title == "Recipe" else ""
-    return (
-        f"<details{opened}><summary><h2>{html.escape(title)}</h2></summary><table class='kv'>{body}</table></details>"
-    )
-
-
-def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, dict):
-        cells = []
-        for key, child in value.items():
-            cells += _flatten(child, f"{prefix}.{key}" if prefix else str(key))
-        return cells
-    if isinstance(value, list):
-        return [(prefix, ", ".join(str(item) for item in value) if value else "none")]
-    return [(prefix, json.dumps(value) if value is None or isinstance(value, bool) else str(value))]
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3g}"
-
-
 def _read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-_STYLE = """
-:root { --bg:#fbfbfa; --card:#fff; --ink:#1c2024; --quiet:#667079; --line:#e3e5e8;
-  --s0:#2563c9; --s1:#c2541b; --s2:#12805c; --s3:#8a4fbf; --good:#12805c; --bad:#bf2f38; --mid:#8a6a10; }
-@media (prefers-color-scheme: dark) { :root { --bg:#14171a; --card:#1c2024; --ink:#e8eaec; --quiet:#98a2ab;
-  --line:#30363c; --s0:#7aa8f5; --s1:#f0a070; --s2:#5cc9a0; --s3:#c39aee; --good:#5cc9a0; --bad:#f0767e;
-  --mid:#e0bd5a; } }
-* { box-sizing:border-box; }
-body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5 system-ui, sans-serif; }
-main { max-width:1120px; margin:0 auto; padding:24px 16px 64px; }
-h1 { font-size:26px; margin:0; } h2 { font-size:17px; margin:0; display:inline; } h3 { font-size:15px; margin:0; }
-p { margin:6px 0; } .quiet, .note { color:var(--quiet); font-size:13px; }
-.reason { border-left:3px solid var(--bad); padding-left:10px; }
-.badge { font-size:13px; font-weight:600; padding:1px 9px; border-radius:10px; border:1px solid currentColor;
-  vertical-align:middle; color:var(--mid); }
-.badge.done, .badge.pass { color:var(--good); } .badge.failed, .badge.fail { color:var(--bad); }
-.tiles { display:grid; grid-template-columns:repeat(auto-fill, minmax(165px, 1fr)); gap:10px; margin:18px 0; }
-.tiles div, figure, details, section:not(.plots):not(.tiles) { background:var(--card); border:1px solid var(--line);
-  border-radius:8px; padding:10px 14px; }
-.tiles b { display:block; font-size:16px; white-space:nowrap; } .tiles span { color:var(--quiet); font-size:13px; }
-.plots { display:grid; grid-template-columns:repeat(auto-fit, minmax(330px, 1fr)); gap:12px; margin-bottom:12px; }
-figure { margin:0; } figure svg { width:100%; height:auto; display:block; margin-top:6px; }
-details, section:not(.plots):not(.tiles) { margin-bottom:12px; overflow-x:auto; } summary { cursor:pointer; }
-table { border-collapse:collapse; font-size:13px; margin-top:8px; } th { text-align:left; color:var(--quiet); }
-td, th { padding:3px 14px 3px 0; vertical-align:top; border-top:1px solid var(--line); }
-.kv td { overflow-wrap:anywhere; } .kv td:first-child { color:var(--quiet); white-space:nowrap; }
-svg text { fill:var(--quiet); font:11px system-ui, sans-serif; } svg .grid { stroke:var(--line); }
-svg .rule { stroke:var(--quiet); stroke-dasharray:5 4; } svg .s { fill:none; stroke-width:1.8; }
-svg .s0 { stroke:var(--s0); } svg .s1 { stroke:var(--s1); } svg .s2 { stroke:var(--s2); } svg .s3 { stroke:var(--s3); }
-svg .d0 { fill:var(--s0); } svg .d1 { fill:var(--s1); } svg .d2 { fill:var(--s2); } svg .d3 { fill:var(--s3); }
-.key { font-size:13px; margin-right:12px; color:var(--quiet); } .key i { display:inline-block; width:14px; height:3px;
-  margin-right:5px; vertical-align:middle; }
-"""

@@ -11,11 +11,12 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 8, 26
 
 @dataclass(frozen=True)
 class Series:
-    """A named line of (x, y) points; `dots` marks each point, for series with few of them."""
+    """A named line of (x, y) points; `dots` marks each point, for series with few; without `line` only those."""
 
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
+    line: bool = True
 
 
 def line_plot(
@@ -114,7 +115,8 @@ def _line(frame: _Frame, number: int, series: Series) -> str:
     points = [(frame.x(x), frame.y(y)) for x, y in series.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     colour = number % 4
-    text = f"<polyline class='s s{colour}' points='{path}'/>"
+    text = f"<polyline class='s s{colour}' points='{path}'/>" if series.line else ""
+    radius = 3 if series.line else 1.6
     if series.dots or len(points) == 1:
-        text += "".join(f"<circle class='d{colour}' cx='{x:.1f}' cy='{y:.1f}' r='3'/>" for x, y in points)
+        text += "".join(f"<circle class='d{colour}' cx='{x:.1f}' cy='{y:.1f}' r='{radius}'/>" for x, y in points)
     return text

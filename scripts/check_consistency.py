@@ -1,5 +1,6 @@
 """Check that trainer and engine are the same model; see --help."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,4 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rl.check import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the report is written; vLLM's and Triton's own shutdown prints pages about leaks
