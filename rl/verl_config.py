@@ -6,7 +6,6 @@ from pathlib import Path
 from rl.preflight import tokenizer_length
 from rl.schema import Recipe
 from rl.settings import EngineSettings
-from rollout.sampling import GPU_ENGINE_ARGS
 
 REWARD_FILE = Path(__file__).parent / "reward.py"
 KV_CACHE_GIB_ON_CPU = 1.0
@@ -146,7 +145,6 @@ def _rollout(recipe: Recipe, cuda: bool) -> dict:
         "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
         "kv_cache_dtype": None if rollout.kv_cache_dtype == "auto" else rollout.kv_cache_dtype,
         "distributed_executor_backend": "uni" if rollout.tensor_parallel_size == 1 else "mp",
-        **(GPU_ENGINE_ARGS if cuda else {}),
     }
     return {
         "name": "vllm",

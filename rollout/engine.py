@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollout.sampling import Sequence, lora_request, sampling_params, scored_logprobs
+from rollout.sampling import SCORE_TOGETHER, Sequence, lora_request, sampling_params, scored_logprobs
 
 ADAPTER_ID = 1
 
@@ -113,10 +113,14 @@ class InProcessEngine:
 
     def score(self, sequences: list[list[int]], adapter: bool = True) -> list[list[float]]:
         """Log-probs of tokens 1.. of each sequence, by prefill."""
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in sequences],
-            sampling_params(max_tokens=1, prompt_logprobs=0),
-            lora_request=lora_request(ADAPTER_ID) if adapter else None,
-            use_tqdm=False,
-        )
-        return [scored_logprobs(ids, output) for ids, output in zip(sequences, outputs, strict=True)]
+        scores = []
+        for start in range(0, len(sequences), SCORE_TOGETHER):
+            part = sequences[start : start + SCORE_TOGETHER]
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": ids} for ids in part],
+                sampling_params(max_tokens=1, prompt_logprobs=0),
+                lora_request=lora_request(ADAPTER_ID) if adapter else None,
+                use_tqdm=False,
+            )
+            scores += [scored_logprobs(ids, output) for ids, output in zip(part, outputs, strict=True)]
+        return scores

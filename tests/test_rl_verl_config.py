@@ -161,8 +161,6 @@ def test_ray_is_the_runs_own_or_the_one_that_runs():
     assert joined.runtime_env.py_executable == "/tmp/p/python"
     assert "num_cpus" in _defaults().ray_kwargs.ray_init, "one conversion must not change the next"
     assert "num_gpus" not in convert(cuda=True).ray_kwargs.ray_init
-    engine = {cuda: convert(cuda=cuda).actor_rollout_ref.rollout.engine_kwargs.vllm for cuda in (True, False)}
-    assert engine[True].fully_sharded_loras and "fully_sharded_loras" not in engine[False]
 
 
 def test_run_folder_names_the_experiment_and_holds_the_checkpoints():
