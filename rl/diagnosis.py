@@ -146,7 +146,10 @@ def explain_logprobs(logprobs: dict, limits: dict) -> str:
             "vocab_size and the tokenizer (model.padded_vocab), or a temperature"
         )
     first, last = logprobs["by_position"][0], logprobs["by_position"][-1]
-    if last["mean_abs"] > 5 * max(first["mean_abs"], limits["mean_abs_logp"] / 10):
+    if (
+        last["mean_abs"] > max(5 * first["mean_abs"], limits["mean_abs_logp"])
+        and first["mean_abs"] < limits["mean_abs_logp"]
+    ):
         return (
             f"the error starts after position {first['last']} and grows: rope parameters, KV cache dtype or block "
             "selection"

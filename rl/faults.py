@@ -64,7 +64,7 @@ def changed(*tensors: torch.Tensor) -> Iterator[None]:
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """An attribute with another value for a while."""
-    own, kept = name in vars(owner), getattr(owner, name)
+    own, kept = name in vars(owner) | getattr(owner, "_parameters", {}), getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield

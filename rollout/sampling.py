@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 
 SCORE_TOGETHER = 16
-"""Sequences that an engine scores by prefill at a time. With 64 at once vLLM 0.30.0 on an H200 returned log-probs of other
-tokens, NaN, or failed with an illegal memory access in the next step; 16 and 32 never did. Sampling is not concerned."""
+"""Sequences that an engine scores by prefill at a time. With 64 at once vLLM 0.30.0 on an H200 returned log-probs of
+other tokens, NaN, or failed with an illegal memory access in the next step; 16 and 32 at once never did. Sampling is
+not concerned."""
 
 
 @dataclass
