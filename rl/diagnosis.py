@@ -8,6 +8,8 @@ import math
 from statistics import fmean, pstdev
 
 LACKS = " lacks it)"
+ONE_SIGN = 0.8
+"""Share of the large differences that have the same sign: an offset above it, noise (one half) below."""
 
 
 def explain_base(trainer: dict[str, dict], engine: dict[str, dict], mismatched: list[str]) -> str:
@@ -21,7 +23,7 @@ def explain_base(trainer: dict[str, dict], engine: dict[str, dict], mismatched: 
     pairs = [(name, trainer[name], engine[name]) for name in names]
     for name, ours, theirs in pairs:
         for key in ("dtype", "shape"):
-            if ours[key] != theirs[key]:
+            if ours["bytes"] != theirs["bytes"] and ours[key] != theirs[key]:
                 return (
                     f"{name} is {ours[key]} in the trainer and {theirs[key]} in the engine: one side converted it at "
                     "load; set model.dtype for both and look at the checkpoint's ignore list"
@@ -73,12 +75,6 @@ def explain_adapter(trainer: dict[str, dict], engine: dict[str, dict], mismatche
                 f"{name} is {trainer[name]['shape']} in the trainer and {engine[name]['shape']} in the engine: the "
                 "rank was cut; the engine's max_lora_rank must be model.lora_rank"
             )
-    ratios = [engine[name]["norm"] / trainer[name]["norm"] for name in names if trainer[name]["norm"] > 0]
-    if ratios and abs(fmean(ratios) - 1) > 1e-2 and pstdev(ratios) < 1e-2 * fmean(ratios):
-        return (
-            f"every differing tensor is {fmean(ratios):.3g} times as large in the engine: the scaling alpha / rank is "
-            "applied twice or not at all; it belongs into B once (rl/lora.py)"
-        )
     for name in names:
         ours, theirs = trainer[name].get("parts"), engine[name].get("parts")
         if ours and 0 < sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 2 and len(ours) > 2:
@@ -87,39 +83,46 @@ def explain_adapter(trainer: dict[str, dict], engine: dict[str, dict], mismatche
                 f"in {name} only expert {expert} differs: its adapter was not sent or not bound; look at the names of "
                 "the expert tensors on the wire (rl/lora.py: wire_tensors)"
             )
+    ratios = [engine[name]["norm"] / trainer[name]["norm"] for name in names if trainer[name]["norm"] > 0]
+    if ratios and abs(fmean(ratios) - 1) > 1e-2 and pstdev(ratios) < 1e-2 * fmean(ratios):
+        return (
+            f"every differing tensor is {fmean(ratios):.3g} times as large in the engine: the scaling alpha / rank is "
+            "applied twice or not at all; it belongs into B once (rl/lora.py)"
+        )
     return (
         f"{len(names)} of {len(trainer)} adapter tensors differ without a pattern: the engine serves the adapter of "
         "another step; a sync was lost or came too late"
     )
 
 
-def explain_routing(per_layer: list[dict], replayed: bool) -> str:
-    """Entries of routing.per_layer; `replayed` says that agreement with replay is below its threshold."""
+def explain_routing(per_layer: list[dict], replayed: bool, numbers_agree: bool) -> str:
+    """Entries of routing.per_layer; `replayed`: agreement with replay is below its threshold; `numbers_agree`: with
+    replay the log-probs are within theirs, so that the hidden states are the same."""
     if replayed:
         layers = [entry["layer"] for entry in per_layer if entry["replayed"] < 1]
         return (
             f"the routers of layers {layers} do not use the ids they are given: algorithm.routing_replay, rl/replay.py"
         )
-    later, earlier = (fmean(entry[key] for entry in per_layer) for key in ("later", "earlier"))
-    free = fmean(entry["free"] for entry in per_layer)
+    low = [entry["layer"] for entry in per_layer if entry["free"] < 0.9]
+    ties = sum(entry["near_ties"] for entry in per_layer) / max(1, sum(entry["disagree"] for entry in per_layer))
+    if ties > 0.5:
+        return f"{ties:.0%} of the disagreements are near-ties: rounding before the router (model.backend)"
+    if numbers_agree:
+        return (
+            f"layers {low} choose other experts by a clear margin, and agree once told: a selection bias "
+            "(e_score_correction_bias) is missing or has another value on one side, or the router has another dtype"
+        )
+    free, later, earlier = (fmean(entry[key] for entry in per_layer) for key in ("free", "later", "earlier"))
     if max(later, earlier) > free + 0.2:
         row = "later" if later > earlier else "earlier"
         return (
             f"the ids fit the rows one token {row}: they are shifted by one; look at how prompt and response are joined"
         )
-    renamed = [entry for entry in per_layer if entry["renamed"] > entry["free"] + 0.2]
-    if renamed:
+    if any(entry["renamed"] > entry["free"] + 0.2 for entry in per_layer):
         return "the ids fit after renaming the experts: router rows or experts stand in another order in one side"
-    low = [entry["layer"] for entry in per_layer if entry["free"] < 0.9]
-    ties = sum(entry["near_ties"] for entry in per_layer) / max(1, sum(entry["disagree"] for entry in per_layer))
-    if ties > 0.5:
-        return f"{ties:.0%} of the disagreements are near-ties: rounding before the router (model.backend)"
-    if len(low) == len(per_layer) and free < 0.5:
-        return "no layer agrees: the ids belong to other sequences; look at how they are joined with their samples"
-    return (
-        f"layers {low} choose other experts by a clear margin: a selection bias (e_score_correction_bias) is "
-        "missing or has another value on one side, or the router has another dtype"
-    )
+    if free < 0.7:
+        return "the ids belong to other sequences: look at how they are joined with their samples"
+    return f"layers {low} choose other experts because their inputs differ: see the log-probs"
 
 
 def explain_logprobs(logprobs: dict, limits: dict) -> str:
@@ -127,20 +130,19 @@ def explain_logprobs(logprobs: dict, limits: dict) -> str:
     replayed, decode, prefill = (logprobs[key] for key in ("replayed", "decode_prefill", "prefill"))
     fails = {"kl_k3": "kl_k3", "mean_abs": "mean_abs_logp", "max_abs": "max_abs_logp"}
     if any(decode[key] > limits[limit] for key, limit in fails.items()):
-        offset = abs(decode["kl_k1"]) / max(decode["mean_abs"], 1e-12)
-        where = "and the trainer agrees with its prefill" if prefill["mean_abs"] < decode["mean_abs"] / 3 else ""
-        if offset > 0.9:
+        where = ", and the trainer agrees with its prefill" if prefill["mean_abs"] < decode["mean_abs"] / 3 else ""
+        if decode["one_sign"] > ONE_SIGN:
             return (
-                f"the engine's decode differs from its own prefill by an offset of one sign {where}: the log-probs "
+                f"the engine's decode differs from its own prefill by an offset of one sign{where}: the log-probs "
                 "are of a distribution at another temperature, top_p or top_k; look at rollout.temperature"
             )
         return (
-            f"the engine's decode differs from its own prefill {where}: the decode path is wrong, not the trainer: "
+            f"the engine's decode differs from its own prefill{where}: the decode path is wrong, not the trainer: "
             "rollout.kv_cache_dtype, a prefix cache that was not reset after a sync, or the attention backend"
         )
     if any(math.isnan(decode[key]) for key in fails):
         return "the engine's own log-probs are not finite: look at its log"
-    if abs(replayed["kl_k1"]) > 0.9 * replayed["mean_abs"]:
+    if replayed["one_sign"] > ONE_SIGN:
         return (
             "one side is lower by an offset of one sign at every position: it counts logits that the other does not; "
             "vocab_size and the tokenizer (model.padded_vocab), or a temperature"
@@ -157,8 +159,9 @@ def explain_logprobs(logprobs: dict, limits: dict) -> str:
     if logprobs["free"]["kl_k3"] <= limits["kl_k3"]:
         return "without replay both sides agree: the replayed ids are not those of these tokens"
     return (
-        "all weights are equal and both of the engine's paths agree, so one side rounds elsewhere: model.backend "
-        "must be that of the engine's kernels; then attn_implementation, and the dtype of rotary frequencies and router"
+        "all weights are equal and both of the engine's paths agree, so one side computes otherwise throughout: "
+        "model.backend must be that of the engine's kernels; then rollout.kv_cache_dtype, rope parameters, "
+        "model.attn_implementation, and the dtype of rotary frequencies and router"
     )
 
 

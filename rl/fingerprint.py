@@ -19,6 +19,13 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def _typed(part: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a quantised weight as what they are, so that a report can show values; a fingerprint stays the same."""
+    if part == "global_scale":
+        return tensor.contiguous().view(torch.float32).squeeze(-1)
+    return tensor.view(torch.float8_e4m3fn) if part == "scale" else tensor
+
+
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every frozen tensor of the trainer's model in the checkpoint's layout (collective under FSDP2)."""
     for raw_name, module in model.named_modules():
@@ -33,7 +40,8 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         elif isinstance(module, QuantExperts):
             for projection in ("gate_up", "down"):
                 for part, attribute in (("packed", "packed"), ("scale", "scale"), ("global_scale", "global")):
-                    yield f"{name}.{projection}_proj#{part}", _whole(getattr(module, f"{projection}_{attribute}"))
+                    tensor = _whole(getattr(module, f"{projection}_{attribute}"))
+                    yield f"{name}.{projection}_proj#{part}", _typed(part, tensor)
         elif not isinstance(module, LoRALinear | LoRAExperts):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:

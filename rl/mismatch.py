@@ -27,9 +27,14 @@ def flat_delta(trainer: LogProbs, engine: LogProbs) -> tuple[np.ndarray, np.ndar
 
 
 def logprob_stats(trainer: LogProbs, engine: LogProbs) -> dict[str, float]:
-    """Mismatch over all tokens: k1 = -mean d, k3 = mean(exp d - 1 - d), |d|, Pearson, the worst sequence's mean |d|."""
+    """Mismatch over all tokens: k1 = -mean d, k3 = mean(exp d - 1 - d), |d|, Pearson, the worst sequence's mean |d|.
+
+    `one_sign`: of the tokens with |d| above its mean, the share of the more frequent sign (0.5 for none).
+    """
     a, b, delta = flat_delta(trainer, engine)
     absolute = np.abs(delta)
+    positive = delta[absolute > absolute.mean()] > 0
+    share = float(positive.mean()) if positive.size else 0.5
     varied = a.size > 1 and a.std() > 0 and b.std() > 0
     worst = [
         float(np.abs(np.asarray(x) - np.asarray(y)).mean()) for x, y in zip(trainer, engine, strict=True) if len(x)
@@ -42,6 +47,7 @@ def logprob_stats(trainer: LogProbs, engine: LogProbs) -> dict[str, float]:
         "kl_k3": float((np.exp(delta) - 1 - delta).mean()),
         "pearson": float(np.corrcoef(a, b)[0, 1]) if varied else 1.0,
         "sequence_worst": max(worst, default=0.0),
+        "one_sign": max(share, 1 - share),
     }
 
 

@@ -15,7 +15,7 @@ from rollout.sampling import Sequence
 
 KINDS = ("q_proj", "o_proj", "experts")
 PROMPTS = [[5, 6, 7], [8, 9]]
-LIMITS = resolve_limits({"kl_k3": 1e-3, "mean_abs_logp": 0.02}, "emulation")
+LIMITS = resolve_limits({"kl_k3": 1e-3, "mean_abs_logp": 0.02, "max_abs_logp": 0.1}, "emulation")
 
 
 class Trainer:
