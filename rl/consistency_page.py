@@ -98,7 +98,7 @@ def _plots(report: dict) -> list[str]:
         line_plot(
             "Log-probabilities of sampled tokens",
             "engine across, trainer up; on the line they are equal",
-            [Series("tokens", points, dots=True, line=False), Series("equal", [(low, low), (0.0, 0.0)])],
+            [Series("equal", [(low, low), (0.0, 0.0)]), Series("tokens", points, dots=True, line=False)],
         ),
         line_plot(
             "Difference by position in the response",
