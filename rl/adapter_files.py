@@ -59,14 +59,14 @@ def save_peft(model: nn.Module, spec: LoRASpec, folder: Path, base: str) -> None
     (folder / "adapter_model.safetensors.part").rename(folder / "adapter_model.safetensors")
 
 
-def save_engine_format(tensors: dict[str, torch.Tensor], spec: LoRASpec, adapted: list[str], folder: Path) -> None:
+def save_engine_format(wire: dict[str, torch.Tensor], spec: LoRASpec, adapted: list[str], folder: Path) -> None:
     """Write an adapter as vLLM reads it from disk: bf16, one pair an expert, the scaling folded into B.
 
-    `tensors` are those of `engine_tensors`; PEFT's names of fused experts are not read by vLLM 0.30.
+    `wire` are those of `wire_tensors`; PEFT's names of fused experts are not read by vLLM 0.30.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Gate and up may share A: safetensors wants each tensor to have memory of its own.
-    wire = {name: tensor.cpu().clone() for name, tensor in wire_tensors(tensors).items()}
+    wire = {name: tensor.cpu().clone() for name, tensor in wire.items()}
     (folder / "adapter_config.json").write_text(json.dumps(wire_config(spec, adapted), indent=1) + "\n")
     save_file(wire, folder / "adapter_model.safetensors.part")
     (folder / "adapter_model.safetensors.part").rename(folder / "adapter_model.safetensors")
@@ -84,7 +84,7 @@ def _expert_peft_tensors(name: str, adapter: LoRAExperts) -> dict[str, torch.Ten
             f"{name}.down_proj.lora_A": down_a,
             f"{name}.down_proj.lora_B": down_b,
         }
-        return wire_tensors(split)
+        return wire_tensors(split, "")
     # PEFT's ParamWrapper: A is [E * r, in] and B is [out, r * E] with the expert as the fastest index of B's columns;
     # the first target parameter (gate_up) is the inner wrapper and is named base_layer.
     fused_b = b.flatten(1, 2)

@@ -104,7 +104,7 @@ class LockstepEngine(FSDPEngineWithLMHead):
         """Only adapter tensors ever leave the trainer; the engine loads the base from the same checkpoint."""
         if not base_sync_done:
             raise RuntimeError("the base is never sent to the engine: set rollout.load_format=safetensors")
-        wire = lora.wire_tensors(self.adapter_tensors())
+        wire = lora.wire_tensors(self.adapter_tensors(), self.trainer_model.model_type)
         return iter(wire.items()), lora.wire_config(self.trainer_model.spec, self.trainer_model.adapted)
 
     def save_adapter(self, folder: str) -> None:
@@ -113,7 +113,8 @@ class LockstepEngine(FSDPEngineWithLMHead):
         adapter_files.save_peft(model.model, spec, Path(folder), self.model_config.path)
         tensors = lora.engine_tensors(model.model)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            adapter_files.save_engine_format(tensors, spec, model.adapted, Path(folder) / "engine")
+            wire = lora.wire_tensors(tensors, model.model_type)
+            adapter_files.save_engine_format(wire, spec, model.adapted, Path(folder) / "engine")
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **_kwargs):
         self.save_adapter(str(Path(local_path) / "adapter"))

@@ -48,7 +48,7 @@ class InProcessSide:
         return [self.engine.adapter_digests(detail)]
 
     def sync(self) -> None:
-        wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model))
+        wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model), self.trainer.model_type)
         self.engine.sync_adapter(wire, lora.wire_config(self.trainer.spec, self.trainer.adapted))
 
     def load_from_disk(self, folder: Path) -> None:

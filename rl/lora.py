@@ -25,6 +25,8 @@ TARGET_GROUPS = {
     "index": ("index_q_proj", "index_k_proj"),
 }
 PEFT_PREFIX = "base_model.model."
+# transformers renamed modules of these models; vLLM keeps the checkpoint's names.
+ENGINE_PATHS = {"mixtral": {".block_sparse_moe.": ".mlp."}}
 
 
 class AdapterError(ValueError):
@@ -218,10 +220,12 @@ def engine_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wire_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def wire_tensors(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Canonical tensors -> the names and 2-D shapes that vLLM loads an adapter from, one pair an expert."""
     wire: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        for theirs, ours in ENGINE_PATHS.get(model_type, {}).items():
+            name = name.replace(ours, theirs)
         module, _, factor = name.rpartition(".")
         if tensor.dim() == 2:
             wire[f"{PEFT_PREFIX}{module}.{factor}.weight"] = tensor

@@ -23,7 +23,8 @@ class SyncError(RuntimeError):
 
 def canonical_name(name: str) -> str:
     """Engine module or parameter name without the segments that LoRA and the MoE runner add."""
-    return name.replace(".base_layer", "").replace(".routed_experts", "")
+    name = name.replace(".base_layer", "").replace(".routed_experts", "")
+    return name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral, as transformers names its modules
 
 
 def _row_parts(model: nn.Module, name: str, module: nn.Module, rows: int) -> list[tuple[str, int]]:
