@@ -1,0 +1,135 @@
+"""MiniMax Sparse Attention, the reference: block scores, block selection, attention over the selected blocks.
+
+Every key/value head has its own selection: an index query of the head is scored against one shared stream of index
+keys, a block's score is its largest visible one, and attention of the head's query group runs over the best `top_k`
+blocks. One sequence at a time, blocks anchored at its start; `packed` splits a batch of sequences. All arithmetic is
+float32 (or the input's float64). Source: the MSA layer of MiniMax-M3 as vLLM 0.30 computes it (index scores without
+scale, causal inside blocks, local block always selected).
+
+Shape suffixes: T queries, S keys, Hi index heads (= Hkv), Hq query heads, Hkv key/value heads, D head dimension,
+B = ceil(S / block_size) blocks, K = top_k.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+BLOCK_SIZE = 128
+INIT_SCORE, LOCAL_SCORE = 1e30, 1e29
+"""What init and local blocks count as; the local one is written last, and a NaN counts as -1e30."""
+
+
+def _work(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def index_scores(
+    q_index: torch.Tensor, k_index: torch.Tensor, positions: torch.Tensor, block_size: int = BLOCK_SIZE
+) -> torch.Tensor:
+    """Score of every block for every index query.
+
+    Args:
+        q_index: [T, Hi, D]; k_index: [S, D]; positions: int64 [T], the place of each query in its sequence (key j is
+            visible to it if j <= position).
+
+    Returns float32 [T, Hi, B]: the largest dot product with a visible key of the block, without scale; -inf where no
+    key of the block is visible (a block may be the last one and shorter).
+    """
+    _check(positions, q_index.shape[0], k_index.shape[0])
+    dots = torch.einsum("thd,sd->ths", _work(q_index), _work(k_index))
+    visible = torch.arange(k_index.shape[0], device=positions.device) <= positions.unsqueeze(1)
+    dots = dots.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    missing = -k_index.shape[0] % block_size
+    return torch.nn.functional.pad(dots, (0, missing), value=float("-inf")).unflatten(-1, (-1, block_size)).amax(-1)
+
+
+def select_blocks(
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    top_k: int = 16,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    block_size: int = BLOCK_SIZE,
+) -> torch.Tensor:
+    """The blocks that each query attends to, by falling score, ties to the lower id.
+
+    Args:
+        scores: [T, Hi, B] of `index_scores`; positions: int64 [T]; init_blocks: blocks at the start that are always
+            selected; local_blocks: blocks up to the query's own that are always selected.
+
+    Returns int32 [T, Hi, top_k]: ids, then -1 where fewer blocks are visible.
+    """
+    if top_k < 1 or local_blocks < 0 or init_blocks < 0 or init_blocks + local_blocks > top_k:
+        raise ValueError(f"top_k {top_k} must hold {init_blocks} init and {local_blocks} local blocks, and be positive")
+    own = (positions // block_size).unsqueeze(1)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    visible = (ids <= own).unsqueeze(1)
+    forced = torch.nan_to_num(scores.detach(), nan=-INIT_SCORE, neginf=float("-inf"), posinf=float("inf"))
+    forced = torch.where((ids < init_blocks) & visible, INIT_SCORE, forced)
+    local = (ids > own - local_blocks).unsqueeze(1) & visible
+    forced = torch.where(local, LOCAL_SCORE, forced).masked_fill(~visible, float("-inf"))
+    values, order = forced.sort(dim=-1, descending=True, stable=True)
+    order = order.masked_fill(values == float("-inf"), -1)[..., :top_k].to(torch.int32)
+    return torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    block_size: int = BLOCK_SIZE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query over the visible keys of its head's selected blocks; differentiable in q, k and v.
+
+    Args:
+        q: [T, Hq, D]; k, v: [S, Hkv, D]; blocks: int32 [T, Hkv, K], -1 for none; Hq is a multiple of Hkv, and query
+            head h belongs to key/value head h // (Hq / Hkv).
+
+    Returns (out [T, Hq, D] in q's dtype, rounded once; log-sum-exp of the scaled logits, float32 [T, Hq]).
+
+    Raises:
+        ValueError: shapes that do not fit, or a query without any visible key.
+    """
+    _check(positions, q.shape[0], k.shape[0])
+    if q.shape[1] % k.shape[1] or blocks.shape[:2] != (q.shape[0], k.shape[1]):
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and blocks {tuple(blocks.shape)} do not fit")
+    group = q.shape[1] // k.shape[1]
+    allowed = _allowed_keys(blocks, positions, k.shape[0], block_size)
+    if not bool(allowed.any(-1).all()):
+        raise ValueError("a query has no visible key in its blocks; its own block must be among them")
+    grouped = _work(q).unflatten(1, (k.shape[1], group))
+    logits = torch.einsum("thgd,shd->thgs", grouped, _work(k)) * scale
+    logits = logits.masked_fill(~allowed.unsqueeze(2), float("-inf"))
+    lse = logits.logsumexp(-1)
+    out = torch.einsum("thgs,shd->thgd", (logits - lse.unsqueeze(-1)).exp(), _work(v))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def _allowed_keys(blocks: torch.Tensor, positions: torch.Tensor, keys: int, block_size: int) -> torch.Tensor:
+    """bool [T, Hkv, S]: whether a key lies in a selected block and not behind the query."""
+    count = -(-keys // block_size)
+    chosen = torch.zeros(*blocks.shape[:2], count + 1, dtype=torch.bool, device=blocks.device)
+    # -1 goes to a column of its own, which is cut off.
+    chosen.scatter_(-1, blocks.long().masked_fill(blocks < 0, count), True)
+    inside = chosen[..., :count].repeat_interleave(block_size, dim=-1)[..., :keys]
+    return inside & (torch.arange(keys, device=positions.device) <= positions.unsqueeze(1)).unsqueeze(1)
+
+
+def _check(positions: torch.Tensor, queries: int, keys: int) -> None:
+    if positions.shape != (queries,):
+        raise ValueError(f"positions {tuple(positions.shape)} do not fit {queries} queries")
+    if queries and (int(positions.min()) < 0 or int(positions.max()) >= keys):
+        raise ValueError(f"positions {int(positions.min())}..{int(positions.max())} lie outside 0..{keys - 1}")
+
+
+def packed(attend: Callable[[slice], tuple[torch.Tensor, ...]], offsets: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """`attend(rows)` for every sequence of a packed batch, results joined; sequence i owns offsets[i]:offsets[i + 1].
+
+    Blocks are anchored at each sequence's start, so a sequence gives the same in any batch.
+    """
+    parts = [attend(slice(start, end)) for start, end in itertools.pairwise(offsets) if end > start]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
