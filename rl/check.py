@@ -162,6 +162,8 @@ def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[
     from rollout.engine import EngineOptions
 
     settings = engine_settings(recipe, resolve_backend(recipe.model.backend, cuda))
+    size = recipe.rollout.tensor_parallel_size
+    parallel = {"tensor_parallel_size": size, "distributed_executor_backend": "mp"} if size > 1 else {}
     options = EngineOptions(
         max_model_len=recipe.max_model_len,
         max_num_seqs=min(recipe.rollout.max_num_seqs, 2 * recipe.consistency.probe_sequences),
@@ -171,7 +173,7 @@ def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[
         seed=recipe.seed,
         dtype=recipe.model.dtype,
         vocabulary=settings.vocabulary,
-        extra={"enable_prefix_caching": recipe.rollout.prefix_caching},
+        extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **parallel},
     )
     pair = InProcessPair(checkpoint, settings, options, engine_checkpoint, "cuda" if cuda else "cpu")
     return pair, resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)

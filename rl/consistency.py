@@ -4,6 +4,7 @@
 and engine inside a verl run. The report's JSON is versioned (docs/consistency.md).
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -64,10 +65,10 @@ def resolve_limits(thresholds: dict, backend: str) -> Limits:
 class TrainerSide(Protocol):
     """What the check asks of the trainer."""
 
-    def base_digests(self, detail: bool = False) -> dict[str, dict]:
+    def base_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
         """`fingerprint.digests` of every base tensor."""
 
-    def adapter_digests(self, detail: bool = False) -> dict[str, dict]:
+    def adapter_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
         """`fingerprint.digests` of every adapter tensor as the engine must hold it."""
 
     def score(self, sequences: list[Sequence]) -> TrainerScore: ...
@@ -146,17 +147,33 @@ def compare_digests(trainer: dict[str, dict], engine: dict[str, dict]) -> list[s
     return lacking + sorted(name for name in both if trainer[name]["sha256"] != engine[name]["sha256"])
 
 
+def matching_digests(of_trainer: Callable, workers: list[dict[str, dict]], detail: bool = False) -> list[dict]:
+    """The trainer's digests for each engine worker: of the parts that it holds where the engine is tensor-parallel."""
+    ours, whole = [], None
+    for worker in workers:
+        shards = {name: entry["shard"] for name, entry in worker.items() if "shard" in entry}
+        if shards:
+            ours.append(of_trainer(detail=detail, shards=shards))
+        else:
+            whole = whole or of_trainer(detail=detail)
+            ours.append(whole)
+    return ours
+
+
 def _check_weights(report: ConsistencyReport, trainer: TrainerSide, engine: EngineSide, base: bool) -> None:
     kinds = [("base", trainer.base_digests, engine.base_digests)] if base else []
     kinds.append(("adapter", trainer.adapter_digests, engine.adapter_digests))
     for kind, of_trainer, of_engine in kinds:
-        ours, workers = of_trainer(), of_engine()
-        if not ours or not workers:
+        workers = of_engine()
+        matching = matching_digests(of_trainer, workers)
+        ours = matching[0] if matching else {}
+        if not ours:
             report.fail(f"weights: nothing to compare ({len(ours)} {kind} tensors, {len(workers)} engine workers)")
-        differing = [compare_digests(ours, worker) for worker in workers]
+        differing = [compare_digests(own, worker) for own, worker in zip(matching, workers, strict=True)]
         mismatched = sorted({name for names in differing for name in names})
         report.weights[kind] = {
             "tensors": len(ours),
+            "workers": len(workers),
             "bytes": sum(entry["bytes"] for entry in ours.values()),
             "mismatched": mismatched,
         }
@@ -165,7 +182,8 @@ def _check_weights(report: ConsistencyReport, trainer: TrainerSide, engine: Engi
         if mismatched:
             worker = next(number for number, names in enumerate(differing) if names)
             explain = diagnosis.explain_base if kind == "base" else diagnosis.explain_adapter
-            cause = explain(of_trainer(detail=True), of_engine(detail=True)[worker], differing[worker])
+            theirs = of_engine(detail=True)[worker]
+            cause = explain(matching_digests(of_trainer, [theirs], detail=True)[0], theirs, differing[worker])
             report.fail(f"weights: {len(mismatched)} {kind} tensors differ, first {mismatched[0]}", cause)
 
 

@@ -15,7 +15,7 @@ def console(report: dict) -> str:
     for kind, block in report["weights"].items():
         lines.append(
             f"  {kind + ' weights':<18} {block['tensors']} tensors, {block['bytes'] / 1e6:.2f} MB, "
-            f"{len(block['mismatched'])} differ"
+            f"{len(block['mismatched'])} differ" + (f", on {block['workers']} workers" if block["workers"] > 1 else "")
         )
     if routing := report["routing"]:
         ties, differ = (sum(entry[key] for entry in routing["per_layer"]) for key in ("near_ties", "disagree"))

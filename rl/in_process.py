@@ -42,10 +42,10 @@ class InProcessSide:
         self.engine, self.trainer = engine, trainer
 
     def base_digests(self, detail: bool = False) -> list[dict[str, dict]]:
-        return [self.engine.base_digests(detail)]
+        return self.engine.base_digests(detail)
 
     def adapter_digests(self, detail: bool = False) -> list[dict[str, dict]]:
-        return [self.engine.adapter_digests(detail)]
+        return self.engine.adapter_digests(detail)
 
     def sync(self) -> None:
         wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model), self.trainer.model_type)

@@ -16,11 +16,11 @@ class LiveTrainer:
     def _call(self, method: str, *args):
         return self.worker_group.lockstep_probe(method, *args)[0]
 
-    def base_digests(self, detail: bool = False) -> dict[str, dict]:
-        return self._call("base_digests", detail)
+    def base_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
+        return self._call("base_digests", detail, shards)
 
-    def adapter_digests(self, detail: bool = False) -> dict[str, dict]:
-        return self._call("adapter_digests", detail)
+    def adapter_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
+        return self._call("adapter_digests", detail, shards)
 
     def adapter_kinds(self) -> list[str]:
         return self._call("adapter_kinds")

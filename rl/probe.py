@@ -23,11 +23,11 @@ class TrainerProbe:
     def model(self) -> torch.nn.Module:
         return self.trainer_model.model
 
-    def base_digests(self, detail: bool = False) -> dict[str, dict]:
-        return digests(fingerprint.base_tensors(self.model), detail)
+    def base_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
+        return digests(fingerprint.base_tensors(self.model), detail, shards)
 
-    def adapter_digests(self, detail: bool = False) -> dict[str, dict]:
-        return digests(lora.engine_tensors(self.model), detail)
+    def adapter_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
+        return digests(lora.engine_tensors(self.model), detail, shards)
 
     def _factors(self):
         """Yield (kind, parameter name, this rank's part of B) of every adapted module."""

@@ -8,7 +8,7 @@ import time
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rl import server, stats
-from rl.consistency import ConsistencyReport, check, compare_digests, resolve_limits
+from rl.consistency import ConsistencyReport, check, compare_digests, matching_digests, resolve_limits
 from rl.live import LiveEngine, LiveTrainer
 from rl.run_folder import RunFolder
 from rollout.patching import patch_target
@@ -78,8 +78,8 @@ class LockstepTrainer(PPOTrainerSync):
 
     def _verify_adapter(self, step: int) -> None:
         """After a sync every worker of the engine must hold the trainer's adapter, tensor by tensor."""
-        ours = self.trainer_side.adapter_digests()
-        for worker in self.engine_side.adapter_digests():
+        workers = self.engine_side.adapter_digests()
+        for ours, worker in zip(matching_digests(self.trainer_side.adapter_digests, workers), workers, strict=True):
             differing = compare_digests(ours, worker)
             if differing:
                 raise GateError(

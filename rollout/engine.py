@@ -84,11 +84,13 @@ class InProcessEngine:
         self.llm.reset_prefix_cache()
         self.version += 1
 
-    def base_digests(self, detail: bool = False) -> dict[str, dict]:
-        return self.llm.collective_rpc("lockstep_base_digests", args=(detail,))[0]
+    def base_digests(self, detail: bool = False) -> list[dict[str, dict]]:
+        """Of every worker."""
+        return self.llm.collective_rpc("lockstep_base_digests", args=(detail,))
 
-    def adapter_digests(self, detail: bool = False) -> dict[str, dict]:
-        return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID, detail))[0]
+    def adapter_digests(self, detail: bool = False) -> list[dict[str, dict]]:
+        """Of every worker."""
+        return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID, detail))
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, adapter: bool = True, seed: int = 0

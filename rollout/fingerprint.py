@@ -39,9 +39,28 @@ def details(tensor: torch.Tensor) -> dict:
     return found
 
 
+def cut(tensor: torch.Tensor, shard: dict) -> torch.Tensor:
+    """The part of a whole tensor that a worker of a tensor-parallel engine holds.
+
+    `shard`: {"dim", "start", "stop", "halves"}; with "halves" gate and up lie one below the other along dim, and the
+    worker holds start:stop of each.
+    """
+    length = shard["stop"] - shard["start"]
+    if not shard["halves"]:
+        return tensor.narrow(shard["dim"], shard["start"], length)
+    halves = tensor.unflatten(shard["dim"], (2, -1))
+    return halves.narrow(shard["dim"] + 1, shard["start"], length).flatten(shard["dim"], shard["dim"] + 1)
+
+
 def digests(
-    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], detail: bool = False
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    detail: bool = False,
+    shards: Mapping[str, dict] | None = None,
 ) -> dict[str, dict]:
-    """`digest` of every tensor, by name; with `detail` also its `details`."""
+    """`digest` of every tensor, by name; with `detail` also its `details`; of the part only where `shards` has one."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return {name: digest(tensor) | (details(tensor) if detail else {}) for name, tensor in items}
+    found = {}
+    for name, tensor in items:
+        part = cut(tensor, shards[name]) if shards and name in shards else tensor
+        found[name] = digest(part) | (details(part) if detail else {})
+    return found

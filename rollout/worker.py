@@ -15,6 +15,8 @@ from rollout.fingerprint import digests
 from rollout.patching import patch_target
 
 PEFTHelper = patch_target("vllm.lora.peft_helper:PEFTHelper")
+tensor_parallel_rank = patch_target("vllm.distributed:get_tensor_model_parallel_rank")
+tensor_parallel_size = patch_target("vllm.distributed:get_tensor_model_parallel_world_size")
 
 
 class SyncError(RuntimeError):
@@ -90,6 +92,8 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 # KV-cache scales of vLLM's attention are parameters of the engine, not of the model.
                 if parameter is not None and not leaf.startswith("_"):
                     seen.add(id(module))
+                    if hasattr(module, "shard_indices"):  # rows beyond are padding
+                        parameter = parameter[: module.shard_indices.num_org_elements]
                     yield f"{name}.{leaf}" if name else leaf, parameter
 
 
@@ -128,16 +132,58 @@ def _layer_tensors(name: str, manager, layer: nn.Module, weights, slot: int, ran
             yield f"{parent}.{part}.lora_B", b[slot, 0, :, :rank]
 
 
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+def shard_of(name: str, shape: tuple[int, ...], rank: int, kv_replicas: int, vocabulary_start: int) -> dict | None:
+    """Which part of a whole tensor `rank` holds (`fingerprint.cut`), by its canonical name; None: all of it.
+
+    Outputs of q, k, v, gate and up and rows of embeddings are divided, inputs of o and down; an adapter's factor
+    follows the side of its matrix that is divided. A wrong answer cannot pass: the hashes would differ.
+    """
+    module, _, leaf = name.partition("#")[0].rpartition(".")
+    projection = module.rpartition(".")[2] if leaf in ("weight", "bias", "lora_A", "lora_B") else leaf
+    if name.endswith("global_scale"):
+        return None
+    if projection in ("embed_tokens", "lm_head"):
+        return {"dim": 0, "start": vocabulary_start, "stop": vocabulary_start + shape[0], "halves": False}
+    if projection in COLUMN_PARALLEL and leaf != "lora_A":
+        dim = len(shape) - 2 if leaf == "lora_B" else 0
+    elif projection in ROW_PARALLEL and leaf not in ("lora_B", "bias"):
+        dim = len(shape) - 1
+    elif projection == "gate_up_proj":
+        dim = 1
+    else:
+        return None
+    part = rank // kv_replicas if projection in ("k_proj", "v_proj") else rank
+    length = shape[dim] // 2 if projection == "gate_up_proj" else shape[dim]
+    return {"dim": dim, "start": part * length, "stop": (part + 1) * length, "halves": projection == "gate_up_proj"}
+
+
 class EngineWorker:
     """Methods that vLLM's worker gains; every name starts with lockstep_ so that none can clash with vLLM's."""
 
     def lockstep_base_digests(self, detail: bool = False) -> dict[str, dict]:
-        """Digest of every base tensor that this worker holds now."""
-        return digests(base_tensors(self.model_runner.model), detail)
+        """Digest of every base tensor that this worker holds now; under tensor parallelism with its `shard_of`."""
+        return self._with_shards(digests(base_tensors(self.model_runner.model), detail))
 
     def lockstep_adapter_digests(self, adapter_id: int, detail: bool = False) -> dict[str, dict]:
         """Digest of every tensor of the active adapter as the LoRA kernels see it; SyncError if it is not whole."""
-        return digests(adapter_tensors(self.model_runner.lora_manager._adapter_manager, adapter_id), detail)
+        manager = self.model_runner.lora_manager._adapter_manager
+        return self._with_shards(digests(adapter_tensors(manager, adapter_id), detail))
+
+    def _with_shards(self, found: dict[str, dict]) -> dict[str, dict]:
+        if tensor_parallel_size() == 1:
+            return found
+        modules = list(self.model_runner.model.modules())
+        replicas = next((m.num_kv_head_replicas for m in modules if hasattr(m, "num_kv_head_replicas")), 1)
+        start = next(m.shard_indices.org_vocab_start_index for m in modules if hasattr(m, "shard_indices"))
+        for name, entry in found.items():
+            shard = shard_of(name, tuple(entry["shape"]), tensor_parallel_rank(), replicas, start)
+            if shard is not None:
+                entry["shard"] = shard
+        return found
 
     def lockstep_limit_vocabulary(self, vocabulary: int) -> None:
         """Give ids from `vocabulary` on (padding of the embedding) no probability, as verl does in its servers."""

@@ -27,8 +27,8 @@ def report(**changes) -> dict:
         "diagnosis": [],
         "step": 0,
         "weights": {
-            "base": {"tensors": 79, "bytes": 1870000, "mismatched": []},
-            "adapter": {"tensors": 56, "bytes": 2200000, "mismatched": [], "unbound": []},
+            "base": {"tensors": 79, "workers": 1, "bytes": 1870000, "mismatched": []},
+            "adapter": {"tensors": 56, "workers": 1, "bytes": 2200000, "mismatched": [], "unbound": []},
         },
         "routing": {"tokens": 300, "free_agreement": 0.99, "replayed_agreement": 1.0, "per_layer": [layer]},
         "logprobs": {
@@ -70,6 +70,19 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, words):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_workers_of_a_tensor_parallel_engine_hold_the_trainers_parts(tmp_path):
+    command = [sys.executable, "scripts/check_consistency.py", "--config", "tiny_math.yaml"]
+    command += ["rollout.tensor_parallel_size=2", "trainer.fsdp_workers=2", "rollout.kv_cache_gib=0.25"]
+    command += ["--json", str(tmp_path / "report.json"), "--history", str(tmp_path / "history.jsonl")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = json.loads((tmp_path / "report.json").read_text())["weights"]
+    for kind in ("base", "adapter"):
+        assert weights[kind]["workers"] == 2 and weights[kind]["mismatched"] == []
+    assert weights["base"]["bytes"] < 1_000_000  # each worker holds half
 
 
 def test_what_libraries_print_goes_to_the_log(capfd):

@@ -30,11 +30,11 @@ class Trainer:
         self.fails_at: int | None = None
         self.scored = 0
 
-    def base_digests(self, detail=False):
-        return digests(self.base, detail)
+    def base_digests(self, detail=False, shards=None):
+        return digests(self.base, detail, shards)
 
-    def adapter_digests(self, detail=False):
-        return digests({f"layers.0.{kind}.lora_B": value for kind, value in self.adapter.items()}, detail)
+    def adapter_digests(self, detail=False, shards=None):
+        return digests({f"layers.0.{kind}.lora_B": value for kind, value in self.adapter.items()}, detail, shards)
 
     def adapter_kinds(self):
         return list(KINDS)
@@ -124,8 +124,8 @@ def pair():
 def test_same_model_on_both_sides_passes(pair, probe):
     report = run(*pair, probe=probe, step=20)
     assert (report.verdict, report.reasons, report.step) == ("pass", [], 20)
-    assert report.weights["base"] == {"tensors": 6, "bytes": 6 * 16 * 8, "mismatched": []}
-    assert report.weights["adapter"] == {"tensors": 3, "bytes": 12, "mismatched": [], "unbound": []}
+    assert report.weights["base"] == {"tensors": 6, "bytes": 6 * 16 * 8, "mismatched": [], "workers": 1}
+    assert report.weights["adapter"] == {"tensors": 3, "bytes": 12, "mismatched": [], "unbound": [], "workers": 1}
     assert report.routing["free_agreement"] == pytest.approx(0.975) and report.routing["replayed_agreement"] == 1.0
     assert report.routing["per_layer"][0].items() >= {"layer": 0, "free": 0.95, "replayed": 1.0}.items()
     assert (report.routing["tokens"], report.routing["not_replayed"]) == (20, 2)

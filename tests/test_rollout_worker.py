@@ -1,5 +1,6 @@
 """Fingerprints on the engine's side: the trainer's names and bytes from modules as vLLM fuses them, and refusals."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from quant.layers import QuantLinear
 from rl import fingerprint, lora
 from rl.consistency import compare_digests
 from rollout import worker
-from rollout.fingerprint import digests
+from rollout.fingerprint import cut, digests
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -70,6 +71,54 @@ def engine_model(trainer: nn.Module) -> nn.Module:
             parent, _, leaf = name.rpartition(".")
             place(root, parent, holder(**{leaf: tensor}))
     return root
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dim", "halves"),
+    [
+        ("layers.0.self_attn.q_proj.weight#data", (8, 6), 0, False),
+        ("layers.0.self_attn.v_proj.bias", (8,), 0, False),
+        ("layers.0.self_attn.o_proj.weight#scale", (6, 8), 1, False),
+        ("layers.0.mlp.experts.gate_up_proj#packed", (3, 8, 4), 1, True),
+        ("layers.0.mlp.experts.down_proj#scale", (3, 4, 8), 2, False),
+        ("layers.0.mlp.shared_expert.up_proj.weight", (8, 4), 0, False),
+        ("lm_head.weight", (8, 4), 0, False),
+        ("layers.0.mlp.experts.up_proj.lora_B", (3, 8, 2), 1, False),
+        ("layers.0.mlp.experts.down_proj.lora_A", (3, 2, 8), 2, False),
+        ("layers.0.self_attn.k_proj.lora_B", (8, 2), 0, False),
+        ("layers.0.self_attn.o_proj.lora_A", (2, 8), 1, False),
+    ],
+)
+def test_parts_of_a_tensor_parallel_worker_together_are_the_whole(name, shape, dim, halves):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    local = list(shape)
+    local[dim] //= 2
+    shards = [worker.shard_of(name, tuple(local), rank, 1, rank * local[0]) for rank in range(2)]
+    parts = [cut(whole, shard) for shard in shards]
+    assert [tuple(part.shape) for part in parts] == [tuple(local)] * 2 and shards[0]["halves"] == halves
+    if halves:
+        parts = [torch.cat(pieces, dim) for pieces in zip(*(part.chunk(2, dim) for part in parts), strict=True)]
+    assert torch.equal(torch.cat(parts, dim), whole)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.input_layernorm.weight",
+        "layers.0.mlp.gate.weight",
+        "layers.0.mlp.experts.down_proj#global_scale",
+        "layers.0.self_attn.q_proj.lora_A",
+        "layers.0.self_attn.o_proj.lora_B",
+        "layers.0.self_attn.q_norm.weight",
+    ],
+)
+def test_what_every_worker_holds_whole(name):
+    assert worker.shard_of(name, (8, 4), 1, 1, 4) is None
+
+
+def test_workers_share_key_heads_when_there_are_fewer_than_workers():
+    parts = [worker.shard_of("layers.0.self_attn.k_proj.weight", (4, 8), rank, 2, 0)["start"] for rank in range(4)]
+    assert parts == [0, 0, 4, 4]
 
 
 def test_engine_side_finds_the_trainers_names_and_bytes():
