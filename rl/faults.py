@@ -30,6 +30,7 @@ from rl.fault_weights import (
 )
 from rl.in_process import InProcessPair
 from rl.replay import ReplayRouter
+from rollout import engine
 from rollout.patching import patch_target
 from rollout.sampling import Sequence, sampling_params
 
@@ -121,7 +122,6 @@ def dropped_router_bias(pair):
 
 
 def _sampled_with(pair, **settings):
-    engine = patch_target("rollout.engine")
     return replaced(
         engine, "sampling_params", lambda **given: sampling_params(**(given | _if_sampled(given, settings)))
     )

@@ -31,7 +31,7 @@ import os, sys
 line = " ".join(sys.argv[1:])
 if not any(name in line for name in {warm!r}):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-import json, signal, socket, struct
+import json, select, signal, socket, struct
 server = socket.socket(socket.AF_UNIX)
 try:
     server.connect({socket!r})
@@ -49,17 +49,31 @@ request = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "
 data = json.dumps(request).encode()
 socket.send_fds(server, [struct.pack("!I", len(data))], files)
 server.sendall(data)
-answers = server.makefile("r")
-child = json.loads(answers.readline())["pid"]
-def forward(number, _frame):
-    try:
-        os.kill(child, number)
-    except ProcessLookupError:
-        pass
+# Signals come through a pipe: a handler alone could run too late, when one arrives just before a blocking read.
+wake, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, forward)
-line = answers.readline()
-status = json.loads(line)["status"] if line else signal.SIGKILL
+    signal.signal(number, lambda *_: None)
+lines, numbers, status = [b""], b"", None
+while status is None:
+    if len(lines) > 1:
+        for number in numbers:
+            try:
+                os.kill(json.loads(lines[0])["pid"], number)
+            except ProcessLookupError:
+                pass
+        numbers = b""
+    ready = select.select([server, wake], [], [])[0]
+    if wake in ready:
+        numbers += os.read(wake, 64)
+    if server in ready:
+        part = server.recv(4096)
+        lines = (b"\\n".join(lines) + part).split(b"\\n")
+        if not part:
+            status = signal.SIGKILL
+        elif len(lines) > 2:
+            status = json.loads(lines[1])["status"]
 if os.WIFSIGNALED(status):
     signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
     os.kill(os.getpid(), os.WTERMSIG(status))

@@ -197,7 +197,8 @@ def test_workers_that_start_together_draw_different_numbers(stub):
 
 def started(stub: str, code: str) -> tuple[subprocess.Popen, int]:
     """(stub, pid of its child) once the child runs `code` to the end and sleeps."""
-    code = f"import os, signal, sys, time\n{code}\nprint(os.getpid(), flush=True)\ntime.sleep(60){WARM}"
+    code = f"import os, signal, sys, time\n{code}\nprint(os.getpid(), flush=True)\n"
+    code += f"for _ in range(600): time.sleep(0.1){WARM}"  # a signal just before a long sleep would wait for its end
     process = subprocess.Popen([stub, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(process.stdout.readline())
     assert pid != process.pid
