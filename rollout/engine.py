@@ -93,12 +93,21 @@ class InProcessEngine:
         return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID, detail))
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, adapter: bool = True, seed: int = 0
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        adapter: bool = True,
+        seed: int = 0,
+        temperature: float = 1.0,
     ) -> list[Sequence]:
-        """Sample one response a prompt at temperature 1."""
+        """Sample one response a prompt, prompt i with seed + i; temperature 0 is greedy decoding."""
+        params = [
+            sampling_params(max_tokens=max_tokens, logprobs=0, seed=seed + i, temperature=temperature)
+            for i in range(len(prompts))
+        ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
-            [sampling_params(max_tokens=max_tokens, logprobs=0, seed=seed + i) for i in range(len(prompts))],
+            params,
             lora_request=lora_request(ADAPTER_ID) if adapter else None,
             use_tqdm=False,
         )
