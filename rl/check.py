@@ -10,6 +10,7 @@ import resource
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from rl.consistency_page import console, render
 from rl.environment import describe, gpu_count
 from rl.history import record, row_of
 from rl.launch import Parser
-from rl.preflight import preflight
+from rl.preflight import preflight, read_safetensors_header, read_tensors
 from rl.watch import watch
+from rollout.fingerprint import EngineError
 
 if TYPE_CHECKING:
     from rl.consistency import ConsistencyReport, Limits
@@ -57,6 +59,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--history", metavar="FILE", type=Path, help="one row a check (default: in the runs folder)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     args = parser.parse_intermixed_args(argv)
+    for option in ("json", "html", "history"):
+        path = getattr(args, option)
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            parser.error(f"--{option} {path}: cannot be written; name a file in a writable folder")
     if (args.config is None) == (args.watch is None):
         parser.error("give either --config or --watch")
     return args
@@ -71,29 +77,46 @@ def main(argv: list[str] | None = None) -> int:
                 f"check_consistency.py: --watch {args.watch}: no config.json there; name a run folder", file=sys.stderr
             )
             return 2
-        return watch(args.watch)
+        try:
+            return watch(args.watch)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            print(
+                f"check_consistency.py: --watch {args.watch}: events or metrics are damaged ({error})", file=sys.stderr
+            )
+            return 2
+        except KeyboardInterrupt:
+            return 130
     try:
         recipe = load_recipe(args.config, args.overrides)
-        if args.adapter:
+        if args.adapter is not None:
             recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"adapter": args.adapter})})
         checked = preflight(recipe)
         engine_checkpoint = existing(args.engine_checkpoint, "--engine-checkpoint", "config.json")
         engine_adapter = existing(args.engine_adapter, "--engine-adapter", "adapter_config.json")
+        if engine_adapter is not None:
+            check_engine_adapter(engine_adapter)
+        if engine_checkpoint is not None:
+            read_tensors(engine_checkpoint)
     except ConfigError as error:
         print(f"check_consistency.py: {error}", file=sys.stderr)
         return 2
-    print(f"{recipe.name}: {checked.model_text}, {recipe.consistency.probe_sequences} sequences", flush=True)
+    sequences = min(recipe.consistency.probe_sequences, checked.val_rows)
+    print(f"{recipe.name}: {checked.model_text}, {sequences} sequences", flush=True)
     started = time.monotonic()
     with libraries_in_log() as log:
         try:
             report = run(with_absolute_paths(recipe), engine_checkpoint, engine_adapter)
+            problem, status = None, 0
         except ValueError as error:  # an adapter, checkpoint or setting that does not fit; the message says which
-            problem = str(error)
-        else:
-            problem = None
+            problem, status = str(error), 2
+        except EngineError as error:  # the engine does not hold what it was given
+            problem, status = str(error), 1
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises that cannot start; the log has all of it
+            traceback.print_exc()
+            problem, status = f"{type(error).__name__}: {error}", 2
     if problem is not None:
-        print(f"check_consistency.py: {problem}; log: {log}", file=sys.stderr)
-        return 2
+        print(f"check_consistency.py: {problem.splitlines()[0]}; log: {log}", file=sys.stderr)
+        return status
     log.unlink()
     report.environment = describe(REPO_ROOT)
     report.environment["seconds"] = round(time.monotonic() - started, 1)
@@ -166,6 +189,7 @@ def engine_options(recipe: Recipe, sequences: int) -> "tuple[EngineSettings, Eng
     settings = engine_settings(recipe, resolve_backend(recipe.model.backend, cuda))
     size = recipe.rollout.tensor_parallel_size
     parallel = {"tensor_parallel_size": size, "distributed_executor_backend": "mp"} if size > 1 else {}
+    cache = {} if recipe.rollout.kv_cache_dtype == "auto" else {"kv_cache_dtype": recipe.rollout.kv_cache_dtype}
     options = EngineOptions(
         max_model_len=recipe.max_model_len,
         max_num_seqs=min(recipe.rollout.max_num_seqs, sequences),
@@ -175,7 +199,7 @@ def engine_options(recipe: Recipe, sequences: int) -> "tuple[EngineSettings, Eng
         seed=recipe.seed,
         dtype=recipe.model.dtype,
         vocabulary=settings.vocabulary,
-        extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **parallel},
+        extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **parallel, **cache},
     )
     return settings, options
 
@@ -189,6 +213,17 @@ def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[
     device = "cuda" if gpu_count() > 0 else "cpu"
     pair = InProcessPair(Path(recipe.model.path), settings, options, engine_checkpoint, device)
     return pair, resolve_limits(recipe.consistency.thresholds.model_dump(), settings.backend)
+
+
+def check_engine_adapter(folder: Path) -> None:
+    """ConfigError for an adapter that vLLM would not read: damaged, or with PEFT's names of fused experts."""
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ConfigError(f"--engine-adapter {folder}: no {weights.name} there; save the adapter again")
+    if any(".experts.base_layer." in name for name in read_safetensors_header(weights)):
+        raise ConfigError(
+            f"--engine-adapter {folder}: PEFT's fused experts, which vLLM does not read; name its engine/"
+        )
 
 
 def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | None) -> "ConsistencyReport":

@@ -27,13 +27,13 @@ def console(report: dict) -> str:
     for key, name in names.items():
         if block := report["logprobs"].get(key):
             lines.append(
-                f"  {name:<18} k3 {block['kl_k3']:.2e}, mean {block['mean_abs']:.2e}, p99 {block['p99_abs']:.2e}, "
-                f"worst {block['max_abs']:.2e}"
+                f"  {name:<18} k3 {number(block['kl_k3'])}, mean {number(block['mean_abs'])}, "
+                f"p99 {number(block['p99_abs'])}, worst {number(block['max_abs'])}"
             )
     if probe := report["probe"]:
         zero = probe["zero_adapter_effect"]
-        text = f"adapter effect {probe['adapter_effect']:.2e}"
-        lines.append(f"  {'probe':<18} {text}" + ("" if zero is None else f", zero adapter {zero:.2e}"))
+        text = f"adapter effect {number(probe['adapter_effect'])}"
+        lines.append(f"  {'probe':<18} {text}" + ("" if zero is None else f", zero adapter {number(zero)}"))
     lines += [f"  failed: {reason}" for reason in report["reasons"]]
     lines += [f"  likely: {cause}" for cause in report["diagnosis"]]
     return "\n".join(lines)
@@ -90,8 +90,8 @@ def _plots(report: dict) -> list[str]:
     logprobs, routing = report["logprobs"], report["routing"]
     if not logprobs:
         return []
-    points = [(x, y) for x, y in logprobs["points"]]
-    low = min(min(point) for point in points)
+    points = [(x, y) for x, y in logprobs["points"] if x is not None and y is not None]
+    low = min((min(point) for point in points), default=-1.0)
     positions = logprobs["by_position"]
     layers = routing.get("per_layer", [])
     return [
@@ -134,13 +134,13 @@ def _worst(report: dict) -> str:
         return ""
     cells = "".join(
         f"<tr><td>{row['sequence']}</td><td>{row['position']}</td><td>{row['token']}</td>"
-        f"<td><code>{html.escape(repr(row.get('text', '')))}</code></td><td>{row['engine']:.4f}</td>"
-        f"<td>{row['trainer']:.4f}</td><td>{row['trainer'] - row['engine']:+.4f}</td></tr>"
+        f"<td><code>{html.escape(repr(row.get('text', '')))}</code></td><td>{number(row['engine'])}</td>"
+        f"<td>{number(row['trainer'])}</td></tr>"
         for row in rows
     )
     return (
         "<section><h2>Tokens that differ most</h2><table><tr><th>sequence</th><th>position</th><th>token</th>"
-        f"<th>text</th><th>engine</th><th>trainer</th><th>delta</th></tr>{cells}</table></section>"
+        f"<th>text</th><th>engine</th><th>trainer</th></tr>{cells}</table></section>"
     )
 
 

@@ -22,7 +22,12 @@ def explain_base(trainer: dict[str, dict], engine: dict[str, dict], mismatched: 
         )
     pairs = [(name, trainer[name], engine[name]) for name in names]
     for name, ours, theirs in pairs:
-        for key in ("dtype", "shape"):
+        if ours["bytes"] != theirs["bytes"] and ours["dtype"] == theirs["dtype"]:
+            return (
+                f"{name} is {ours['shape']} in the trainer and {theirs['shape']} in the engine: the checkpoints are of "
+                "other sizes, or one side pads the vocabulary"
+            )
+        for key in ("dtype",):
             if ours["bytes"] != theirs["bytes"] and ours[key] != theirs[key]:
                 return (
                     f"{name} is {ours[key]} in the trainer and {theirs[key]} in the engine: one side converted it at "
@@ -64,16 +69,20 @@ def _explain_global_scales(pairs: list[tuple[str, dict, dict]]) -> str:
 def explain_adapter(trainer: dict[str, dict], engine: dict[str, dict], mismatched: list[str]) -> str:
     """Digests with details of one worker against the trainer's, and the names that differ."""
     names = [name for name in mismatched if not name.endswith(LACKS)]
-    if not names:
+    lacks = {side: [n for n in mismatched if n.endswith(f"({side} lacks it)")] for side in ("engine", "trainer")}
+    if lacks["trainer"]:
+        name = lacks["trainer"][0].partition(" (")[0]
+        return f"the engine holds {name}, which the trainer does not adapt: other targets (model.lora_targets)"
+    if lacks["engine"]:
         return (
-            f"the engine has no module for {mismatched[0].partition(' (')[0]}: the adapter is not bound there; compare "
-            "model.lora_targets with the modules that vLLM can adapt in this model"
+            f"the engine has no module for {lacks['engine'][0].partition(' (')[0]}: the adapter is not bound there; "
+            "compare model.lora_targets with the modules that vLLM can adapt in this model"
         )
     for name in names:
         if trainer[name]["shape"] != engine[name]["shape"]:
             return (
                 f"{name} is {trainer[name]['shape']} in the trainer and {engine[name]['shape']} in the engine: the "
-                "rank was cut; the engine's max_lora_rank must be model.lora_rank"
+                "rank was cut, or the adapter on disk has another; max_lora_rank must be model.lora_rank"
             )
     for name in names:
         ours, theirs = trainer[name].get("parts"), engine[name].get("parts")
@@ -84,6 +93,8 @@ def explain_adapter(trainer: dict[str, dict], engine: dict[str, dict], mismatche
                 "the expert tensors on the wire (rl/lora.py: wire_tensors)"
             )
     ratios = [engine[name]["norm"] / trainer[name]["norm"] for name in names if trainer[name]["norm"] > 0]
+    if not all(math.isfinite(ratio) for ratio in ratios):
+        return "an adapter tensor is not finite on one side: look at the steps before this sync"
     if ratios and abs(fmean(ratios) - 1) > 1e-2 and pstdev(ratios) < 1e-2 * fmean(ratios):
         return (
             f"every differing tensor is {fmean(ratios):.3g} times as large in the engine: the scaling alpha / rank is "
@@ -140,8 +151,9 @@ def explain_logprobs(logprobs: dict, limits: dict) -> str:
             f"the engine's decode differs from its own prefill{where}: the decode path is wrong, not the trainer: "
             "rollout.kv_cache_dtype, a prefix cache that was not reset after a sync, or the attention backend"
         )
-    if any(math.isnan(decode[key]) for key in fails):
-        return "the engine's own log-probs are not finite: look at its log"
+    for whose, block in (("engine's own", decode), ("trainer's", replayed)):
+        if any(not math.isfinite(block[key]) for key in fails):
+            return f"the {whose} log-probs are not finite: look at its log"
     if replayed["one_sign"] > ONE_SIGN:
         return (
             "one side is lower by an offset of one sign at every position: it counts logits that the other does not; "

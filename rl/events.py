@@ -45,7 +45,7 @@ METRIC_KEYS = (
     "time_sync",
     "time_reward",
     "time_step",
-    "peak_memory_gb",
+    "trainer_memory_gb",
     "replayed_fraction",
     "routing_free_agreement",
     "routing_free_agreement_by_layer",

@@ -1,4 +1,4 @@
-"""Faults of base and adapter in the engine, for `rl.faults`: each context changes the engine and takes it back."""
+"""Faults of base and adapter, for `rl.faults`: each context makes the two sides differ and takes it back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -92,7 +92,7 @@ def routes_of_another_sequence(pair):
 
 @contextmanager
 def dropped_router_bias(pair):
-    """The trainer selects by score plus a bias, which the engine does not have; gate weights are without it."""
+    """The trainer selects by logits plus a bias, which the engine does not have; gate weights are without it."""
     routers = [module for module in pair.trainer_model.model.modules() if isinstance(module, ReplayRouter)]
     bias = torch.zeros(routers[0].weight.shape[0])
     bias[::2] = 1.5
@@ -166,10 +166,10 @@ def fp8_keys_and_values(pair):
 
 @contextmanager
 def other_rope(pair):
-    """The trainer's rotary frequencies are 2 % off."""
+    """The trainer's rotary frequencies are 10 % off."""
     rotary = pair.trainer_model.model.model.rotary_emb
     with changed(rotary.inv_freq):
-        rotary.inv_freq *= 1.02
+        rotary.inv_freq *= 1.1
         yield
 
 

@@ -1,10 +1,9 @@
 """One row a check, so that an upgrade of a dependency that moves numbers is seen."""
 
+import hashlib
 import json
 import time
 from pathlib import Path
-
-from rl.events import read_jsonl
 
 # Numbers that may move by this factor between two checks of the same model without a word.
 SPREAD = 3.0
@@ -17,6 +16,7 @@ def row_of(report: dict, model: str, adapter: str | None) -> dict:
     return {
         "t": round(time.time()),
         "recipe": report["recipe"]["name"],
+        "settings": hashlib.sha256(json.dumps(report["recipe"], sort_keys=True).encode()).hexdigest()[:12],
         "model": model,
         "adapter": adapter,
         "commit": report["environment"]["git"]["commit"],
@@ -30,7 +30,7 @@ def row_of(report: dict, model: str, adapter: str | None) -> dict:
 
 def compare(new: dict, rows: list[dict]) -> list[str]:
     """What changed since the last check of the same model and adapter on the same devices; [] for nothing."""
-    same = ("recipe", "model", "adapter", "devices")
+    same = ("recipe", "settings", "model", "adapter", "devices")
     last = next((row for row in reversed(rows) if all(row.get(key) == new[key] for key in same)), None)
     if last is None:
         return []
@@ -50,8 +50,24 @@ def compare(new: dict, rows: list[dict]) -> list[str]:
 
 def record(path: Path, new: dict) -> list[str]:
     """Append `new` to the history file and return what changed."""
-    changes = compare(new, read_jsonl(path))
+    changes = compare(new, rows_of(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    cut = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(new) + "\n")
+        file.write(("\n" if cut else "") + json.dumps(new) + "\n")
     return changes
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Rows of a history file that are whole; what else stands there (a line cut by a crash) is passed over."""
+    found = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        numbers = isinstance(row, dict) and all(isinstance(row.get(key), int | float | None) for key in NUMBERS)
+        if numbers and isinstance(row.get("packages"), dict) and "verdict" in row:
+            found.append(row)
+    return found

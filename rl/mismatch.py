@@ -33,7 +33,7 @@ def logprob_stats(trainer: LogProbs, engine: LogProbs) -> dict[str, float]:
     """
     a, b, delta = flat_delta(trainer, engine)
     absolute = np.abs(delta)
-    positive = delta[absolute > absolute.mean()] > 0
+    positive = delta[(absolute >= absolute.mean()) & (absolute > 0)] > 0
     share = float(positive.mean()) if positive.size else 0.5
     varied = a.size > 1 and a.std() > 0 and b.std() > 0
     worst = [

@@ -69,7 +69,8 @@ class FrozenLinear(nn.Module):
 class FloatLogits(nn.Module):
     """lm_head whose logits are bf16-rounded and returned as float32, the dtype the engine takes log-softmax in.
 
-    Ids from `vocabulary` on (padding of the embedding) get -inf, as verl masks them in the engine.
+    Ids from `vocabulary` on (padding of the embedding) get no probability, as in the engine; the lowest float
+    and not -inf, because verl's entropy multiplies logits by probabilities.
     """
 
     def __init__(self, head: nn.Module, vocabulary: int | None = None) -> None:
@@ -84,7 +85,7 @@ class FloatLogits(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.head(x).float()
         if self.vocabulary is not None:
-            logits[..., self.vocabulary :] = float("-inf")
+            logits[..., self.vocabulary :] = torch.finfo(torch.float32).min
         return logits
 
 

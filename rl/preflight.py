@@ -227,11 +227,11 @@ def check_quantisation(folder: Path, config: dict[str, Any], tensors: dict[str, 
 
 
 def tokenizer_length(folder: Path) -> int:
-    """Tokens of a checkpoint's tokenizer, the added ones included."""
+    """Ids of a checkpoint's tokenizer, the added ones included: its largest id and one."""
     tokenizer = _read_json(folder / "tokenizer.json", "copy the model's tokenizer there")
     vocabulary = tokenizer["model"]["vocab"]
-    tokens = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
-    return len(tokens | {entry["content"] for entry in tokenizer.get("added_tokens", [])})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    return max([*ids, *(entry["id"] for entry in tokenizer.get("added_tokens", []))]) + 1
 
 
 def check_vocabulary(folder: Path, config: dict[str, Any], padded: bool) -> None:

@@ -156,7 +156,8 @@ def _verdict(report: dict) -> str:
             f"log-probabilities over {report['logprobs'].get('tokens')} tokens: k3 {number(logprobs.get('kl_k3'))}, "
             f"worst |delta| {number(logprobs.get('max_abs'))}"
         )
-    items = "".join(f"<li>{html.escape(str(reason))}</li>" for reason in report.get("reasons", []))
+    lines = [*report.get("reasons", []), *(f"Likely cause: {cause}." for cause in report.get("diagnosis", []))]
+    items = "".join(f"<li>{html.escape(str(line))}</li>" for line in lines)
     return f"<p><span class='badge {verdict}'>{verdict}</span> {html.escape('; '.join(facts))}</p>" + (
         f"<ul>{items}</ul>" if items else ""
     )

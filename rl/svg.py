@@ -3,7 +3,7 @@
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _WIDTH, _HEIGHT = 460, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 8, 26
@@ -34,7 +34,11 @@ def line_plot(
         rule: a dashed horizontal line, drawn if it is within reach of the data.
         percent: y is a share, shown in percent.
     """
-    filled = [(number, one) for number, one in enumerate(series) if one.points]
+    finite = [
+        replace(one, points=[(x, y) for x, y in one.points if y is not None and math.isfinite(x) and math.isfinite(y)])
+        for one in series
+    ]
+    filled = [(number, one) for number, one in enumerate(finite) if one.points]
     head = f"<h3>{html.escape(title)}</h3><span class='note'>{html.escape(note)}</span>"
     if not filled:
         return f"<figure>{head}<p class='note'>no data</p></figure>"

@@ -134,7 +134,7 @@ _METRICS = {
     "grad_norm": "actor/grad_norm",
     "loss": "actor/pg_loss",
     "lr": "actor/lr",
-    "peak_memory_gb": "actor/perf/max_memory_allocated_gb",
+    "trainer_memory_gb": "actor/perf/max_memory_allocated_gb",
 }
 _TIMINGS = {
     "time_generate": "gen",

@@ -16,14 +16,15 @@ def watch(run_dir: Path, poll_s: float = POLL_S) -> int:
     passed = True
     while True:
         ended = None
+        lines = [(row["step"], 0, _line(row)) for row in rows.read()]
         for event in events.read():
             if event["event"] == "gate":
                 passed &= event["verdict"] == "pass"
-                print(f"{event['step']:>6}  check: {event['summary']}", flush=True)
+                lines.append((event["step"], 1, f"{event['step']:>6}  check: {event['summary']}"))
             elif event["event"] in ("done", "failed"):
                 ended = event["event"]
-        for row in rows.read():
-            print(_line(row), flush=True)
+        for _, _, line in sorted(lines):
+            print(line, flush=True)
         if ended is None and (run_dir / "summary.json").is_file():
             ended = "stopped"
         if ended is not None:
@@ -33,8 +34,9 @@ def watch(run_dir: Path, poll_s: float = POLL_S) -> int:
 
 
 def _line(row: dict) -> str:
-    if "kl_k3" not in row:
-        return f"{row['step']:>6}  no log-probs in this step"
+    needed = ("kl_k3", "logp_diff_max", "is_ratio_min", "is_ratio_max")
+    if any(row.get(key) is None for key in needed):  # null stands for a number that was not finite
+        return f"{row['step']:>6}  no finite log-probs in this step"
     weights = f"{row['is_ratio_min']:.3f}-{row['is_ratio_max']:.3f}"
     free = row.get("routing_free_agreement")
     return f"{row['step']:>6}  {row['kl_k3']:>9.2e}  {row['logp_diff_max']:>9.2e}  {weights:>13}  " + (

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 
+class EngineError(RuntimeError):
+    """The engine does not hold what it was given; the message says what."""
+
+
 def sha256(tensor: torch.Tensor) -> str:
     """Hex digest of the row-major bytes of `tensor` (any dtype, any device)."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

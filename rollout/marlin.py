@@ -2,8 +2,9 @@
 
 At load vLLM repacks NVFP4 experts and MXFP8 linears for its Marlin kernels: values are permuted inside tiles of 16 x
 64, scales are permuted, and those of NVFP4 are re-encoded with a power of two that moves between them and the global
-scale. Each function here undoes one of these, then applies vLLM's own function to the result and raises LayoutError
-unless that gives exactly what the engine holds. Legend: N rows (outputs), K columns (inputs) of a weight, E experts.
+scale. Undoing values and scales ends with vLLM's own function on the result, and LayoutError unless that gives exactly
+what the engine holds; biases are only reordered, and global scales divided by a power of two, which is exact.
+Legend: N rows (outputs), K columns (inputs) of a weight, E experts.
 """
 
 import functools
@@ -11,6 +12,7 @@ import functools
 import torch
 from torch import nn
 
+from rollout.fingerprint import EngineError
 from rollout.patching import patch_target
 
 _utils = "vllm.model_executor.layers.quantization.utils"
@@ -27,7 +29,7 @@ TILE_K, TILE_N = 16, 64
 SCALE_FACTORS = "lockstep_marlin_scale_factors"
 
 
-class LayoutError(RuntimeError):
+class LayoutError(EngineError):
     """The engine holds a weight in a layout that this inverse does not explain."""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollout import marlin
-from rollout.fingerprint import digests
+from rollout.fingerprint import EngineError, digests
 from rollout.patching import patch_target
 
 PEFTHelper = patch_target("vllm.lora.peft_helper:PEFTHelper")
@@ -19,7 +19,7 @@ tensor_parallel_rank = patch_target("vllm.distributed:get_tensor_model_parallel_
 tensor_parallel_size = patch_target("vllm.distributed:get_tensor_model_parallel_world_size")
 
 
-class SyncError(RuntimeError):
+class SyncError(EngineError):
     """An adapter that the engine did not take whole; the message names the tensors."""
 
 

@@ -26,7 +26,7 @@ With --stock also verl's own engine, worker and rollout path: unquantised base, 
 exit status: 0 all runs ended well, 1 one did not, 2 bad usage or recipe"""
 
 STEP_LINE = re.compile(r"\bstep:(\d+) - (.*)")
-NO_CHECK = ["trainer.val_before_train=false", "trainer.val_every=0"]
+NO_VALIDATION = ["trainer.val_before_train=false", "trainer.val_every=0"]
 
 
 def parse() -> argparse.Namespace:
@@ -55,7 +55,7 @@ def main() -> int:
     }
     rows = {}
     for name, settings in variants.items():
-        overrides = [*NO_CHECK, *args.set, *settings]
+        overrides = [*NO_VALIDATION, *args.set, *settings]
         try:
             recipe = load_recipe(args.config, overrides)
         except ConfigError as error:
@@ -65,21 +65,29 @@ def main() -> int:
         if status := subprocess.run(command, check=False).returncode:
             print(f"bench_variants.py: {name}: the run ended with status {status}", file=sys.stderr)
             return 2 if status == 2 else 1
-        rows[name] = figures(run_root(recipe) / "latest")
+        rows[name] = figures(run_root(recipe) / "latest", recipe.algorithm.routing_replay)
+        write(args, rows)  # after each, so that a later failure loses nothing
     if args.stock:
-        overrides = [*NO_CHECK, *args.set, f"model.path={args.bf16}", "model.lora_targets=[attention]"]
+        overrides = [*NO_VALIDATION, *args.set, f"model.path={args.bf16}", "model.lora_targets=[attention]"]
         rows["stock verl, bf16, attention"] = run_stock(args.config, overrides)
+    write(args, rows)
     print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps({"recipe": args.config, "overrides": args.set, "variants": rows}, indent=1))
     return 0
 
 
-def figures(run_dir: Path) -> dict:
+def write(args: argparse.Namespace, rows: dict[str, dict]) -> None:
+    """The figures so far, if a file is wanted."""
+    if args.json:
+        whole = {"recipe": args.config, "overrides": args.set, "variants": rows}
+        args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def figures(run_dir: Path, replay: bool) -> dict:
     """Mismatch over the training tokens of a run, and medians of its step times (seconds)."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     gates = [json.loads(path.read_text()) for path in sorted(run_dir.glob("consistency-*.json"))]
-    times = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0] if key.startswith("time_")}
+    side = "replayed" if replay else "free"
+    times = {key: statistics.median(row[key] for row in rows[1:] or rows) for key in rows[0] if key.startswith("time_")}
     tokens = sum(row["tokens"] for row in rows)
     return {
         "steps": len(rows),
@@ -87,14 +95,14 @@ def figures(run_dir: Path) -> dict:
         "k3": sum(row["kl_k3"] * row["tokens"] for row in rows) / tokens,
         "k3_max": max(row["kl_k3"] for row in rows),
         "mean_abs": sum(row["logp_diff_mean"] * row["tokens"] for row in rows) / tokens,
-        "p99_abs": max(gate["logprobs"]["replayed"]["p99_abs"] for gate in gates) if gates else None,
+        "p99_abs": max(gate["logprobs"][side]["p99_abs"] for gate in gates) if gates else None,
         "max_abs": max(row["logp_diff_max"] for row in rows),
         "is_ratio_min": min(row["is_ratio_min"] for row in rows),
         "is_ratio_max": max(row["is_ratio_max"] for row in rows),
         "free_agreement": min(
             (row["routing_free_agreement"] for row in rows if "routing_free_agreement" in row), default=None
         ),
-        "trainer_memory_gb": rows[-1].get("peak_memory_gb"),
+        "trainer_memory_gb": rows[-1].get("trainer_memory_gb"),
         **{key: round(value, 4) for key, value in times.items()},
     }
 

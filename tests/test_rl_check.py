@@ -139,7 +139,7 @@ def test_page_of_a_report_that_ended_with_the_weights():
 def test_console_names_every_check_reasons_and_causes():
     text = console(report(verdict="fail", reasons=["weights: 1 base tensors differ"], diagnosis=["bytes are damaged"]))
     assert text.splitlines()[0] == "verdict: fail"
-    for words in ("79 tensors", "0.9900 free (3 rows differ, 2 of them near-ties)", "k3 2.00e-07", "zero adapter 0.00"):
+    for words in ("79 tensors", "0.9900 free (3 rows differ, 2 of them near-ties)", "k3 2e-07", "zero adapter 0"):
         assert words in text
     assert text.endswith("failed: weights: 1 base tensors differ\n  likely: bytes are damaged")
 
@@ -157,6 +157,10 @@ def test_history_says_what_an_upgrade_moved(tmp_path):
     assert changes == ["new absent -> 1", "torch 2.13.0 -> 2.14.1", "kl_k3 2.00e-07 -> 9.00e-07"]
     assert history.record(path, history.row_of(moved, "another model", None)) == []
     assert len(path.read_text().splitlines()) == 4
+    with path.open("a") as file:
+        file.write('{"recipe": "cut')
+    assert history.record(path, history.row_of(moved, "model", None)) == []
+    assert len(history.rows_of(path)) == 5
 
 
 # ---- watch ---------------------------------------------------------------------------------------------------------
@@ -177,4 +181,4 @@ def test_watch_ends_with_the_run_and_says_how_it_went(tmp_path, capsys, verdict,
     assert watch(run_folder(tmp_path, gate, {"event": last, "reason": "x"})) == status
     shown = capsys.readouterr().out
     assert f"0  check: {verdict}: 79 base tensors" in shown and "0.990-1.010" in shown
-    assert "2  no log-probs in this step" in shown
+    assert "2  no finite log-probs in this step" in shown

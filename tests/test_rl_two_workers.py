@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 WORKER = """
-import json, sys
+import json, os, sys
 import torch
 import torch.distributed as dist
 from tiny_model import build, spec, masters
@@ -46,8 +46,11 @@ for _ in range(4):
     losses.append(float(total))
 tensors = engine_tensors(trainer.model)
 if rank == 0:
-    print(json.dumps({"losses": losses, "norms": {n: float(t.double().norm()) for n, t in tensors.items()}}))
+    norms = {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
+    print(json.dumps({"losses": losses, "norms": norms}), flush=True)
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # gloo's threads sometimes abort the interpreter's own end
 """
 
 
