@@ -6,6 +6,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl import check, history
@@ -134,6 +135,23 @@ def test_page_escapes_everything():
 def test_page_of_a_report_that_ended_with_the_weights():
     page = Elements(render(report(verdict="fail", logprobs={}, routing={}, probe={})))
     assert "fail" in page.text and "figure" not in page.tags
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_page_shows_itself_in_a_browser(tmp_path, dark):
+    from PIL import Image  # comes with vLLM
+
+    page, picture = tmp_path / "report.html", tmp_path / "report.png"
+    page.write_text(render(report()))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--window-size=1200,1600", f"--screenshot={picture}"]
+    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120)
+    image = np.asarray(Image.open(picture), dtype=np.float32) / 255
+    assert image.shape[:2] == (1600, 1200)
+    corner, spread = float(image[5, 5, :3].mean()), float(image[..., :3].std())
+    assert (corner < 0.3 if dark else corner > 0.9) and spread > 0.02  # the right theme, and something on it
 
 
 def test_console_names_every_check_reasons_and_causes():
