@@ -197,45 +197,75 @@ class PrepareReport:
     """Rows dropped because another row has the same prompt and another answer."""
     instruction_added: int
     """Written rows whose prompt did not ask for the ``Answer:`` line."""
+    damaged: int = 0
+    """Rows dropped because their answer is an integer that went through a float (see ``float_damaged``)."""
+    contaminated: int = 0
+    """Rows dropped because the problem stands in a set that it must be kept out of."""
 
     def __str__(self) -> str:
         return (
-            f"{self.read} rows read, {self.written} written; dropped {self.duplicates} duplicates and "
-            f"{self.contradicting} with contradicting answers; Answer: instruction added to {self.instruction_added}"
+            f"{self.read} rows read, {self.written} written; dropped {self.duplicates} duplicates, "
+            f"{self.contradicting} with contradicting answers, {self.damaged} with damaged ones, {self.contaminated} "
+            f"of the evaluation sets; Answer: instruction added to {self.instruction_added}"
         )
 
 
-def prepare(path_in: str | Path, path_out: str | Path) -> PrepareReport:
+def float_damaged(answer: str) -> bool:
+    """Whether an integer answer lost digits in a float: above 2^53, exactly a double, and not a round number.
+
+    DAPO-Math-17K has some, such as 22099999999999998951424. No such answer can be meant.
+    """
+    digits = as_integer(answer)
+    if digits is None or len(digits) > 300 or abs(int(digits)) <= 2**53:
+        return False
+    return int(float(digits)) == int(digits) and not digits.endswith("000000")
+
+
+def _problem_key(content: str) -> str:
+    """A problem's text for comparison across sets: without DAPO's instruction, case, blanks and punctuation."""
+    text = content.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
+    return "".join(char for char in text.lower() if char.isalnum())
+
+
+def prepare(path_in: str | Path, path_out: str | Path, against: Sequence[str | Path] = ()) -> PrepareReport:
     """Makes a parquet file that verl and ``rl.reward`` can use as it is.
 
     Adds DAPO's ``Answer:`` instruction to prompts without it, keeps one of several identical problems, and drops every
-    row of a problem whose answers contradict each other. The order is kept.
+    row of a problem whose answers contradict each other, whose answer a float has damaged, or that stands in one of the
+    evaluation sets `against` (compared by letters and digits). The order is kept.
 
     Raises:
         DataError: ``path_in`` cannot be read or breaks the schema, ``path_out`` is no .parquet, or nothing is left.
     """
     if Path(path_out).suffix != ".parquet":
         raise DataError(f"{path_out}: the prepared file is parquet; name it .parquet")
-    rows = load_rows(path_in)
-    validate_rows(rows, path_in)
+    rows = problem_rows(path_in)
+    forbidden = {_problem_key(row["prompt"][-1]["content"]) for path in against for row in problem_rows(path)}
     original = [_messages(row) for row in rows]
     prompts = [_with_answer_line(messages) for messages in original]
     answers = defaultdict(set)
     for row, prompt in zip(rows, prompts, strict=True):
         answers[prompt].add(_canonical(row["reward_model"]["ground_truth"]))
     kept: dict[tuple, dict[str, Any]] = {}
-    added = contradicting = 0
+    added = contradicting = damaged = contaminated = 0
     for row, before, prompt in zip(rows, original, prompts, strict=True):
         if len(answers[prompt]) > 1:
             contradicting += 1
+        elif float_damaged(row["reward_model"]["ground_truth"]):
+            damaged += 1
+        elif _problem_key(before[-1][1]) in forbidden:
+            contaminated += 1
         elif prompt not in kept:
             added += before != prompt
             kept[prompt] = {**row, "prompt": [dict(zip(_MESSAGE_FIELDS, message, strict=True)) for message in prompt]}
     if not kept:
-        raise DataError(f"{path_in}: every problem has contradicting answers; correct reward_model.ground_truth")
+        raise DataError(
+            f"{path_in}: nothing is left: {contradicting} rows contradict each other, {damaged} answers are damaged, "
+            f"{contaminated} stand in an evaluation set; correct reward_model.ground_truth or the sets"
+        )
     write_rows(kept.values(), path_out)
-    duplicates = len(rows) - contradicting - len(kept)
-    return PrepareReport(len(rows), len(kept), duplicates, contradicting, added)
+    duplicates = len(rows) - contradicting - damaged - contaminated - len(kept)
+    return PrepareReport(len(rows), len(kept), duplicates, contradicting, added, damaged, contaminated)
 
 
 def _messages(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:

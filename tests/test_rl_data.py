@@ -8,6 +8,7 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 
+from rl import data
 from rl.data import DAPO_PREFIX, DAPO_SUFFIX, DataError, dapo_prompt, load_rows, prepare, validate_rows, write_rows
 from rl.reward import score
 
@@ -104,7 +105,7 @@ def test_prepare(tmp_path):
     report = prepare(FIXTURE, tmp_path / "out.parquet")
     assert (report.read, report.written, report.duplicates, report.contradicting) == (12, 6, 3, 3)
     assert report.instruction_added == 5  # the sixth had it
-    assert "12 rows read, 6 written; dropped 3 duplicates and 3 with contradicting answers" in str(report)
+    assert "12 rows read, 6 written; dropped 3 duplicates, 3 with contradicting answers" in str(report)
     rows = load_rows(tmp_path / "out.parquet")
     validate_rows(rows, "out.parquet")
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 3, 4, 5, 10]
@@ -136,7 +137,7 @@ def test_prepare_refuses_and_writes_nothing(tmp_path):
     with pytest.raises(DataError, match=r"in\.parquet: row 1: reward_model\.ground_truth is empty"):
         prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
     write_rows([GOOD, changed("reward_model.ground_truth", "3")], tmp_path / "in.parquet")
-    with pytest.raises(DataError, match="every problem has contradicting answers"):
+    with pytest.raises(DataError, match="nothing is left: 2 rows contradict each other"):
         prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
     with pytest.raises(DataError, match=r"name it \.parquet"):
         prepare(FIXTURE, tmp_path / "out.csv")
@@ -149,3 +150,30 @@ def test_datasets_reads_what_prepare_writes(tmp_path):
     loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "out.parquet"), cache_dir=str(tmp_path))
     assert loaded["train"][0]["reward_model"] == {"ground_truth": "84", "style": "rule"}
     assert pq.read_schema(tmp_path / "out.parquet").names[:2] == ["data_source", "prompt"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "damaged"),
+    [
+        ("22099999999999998951424", True),  # 2.21e22
+        ("9007199254740993", False),  # 2^53 + 1 is no double
+        ("9007199254740992", False),  # 2^53 is still exact
+        ("100000000000000000000", False),  # a round number
+        ("-22099999999999998951424", True),
+        ("12", False),
+        ("\\frac{1}{2}", False),
+    ],
+)
+def test_integers_that_went_through_a_float(answer, damaged):
+    assert data.float_damaged(answer) == damaged
+
+
+def test_problems_of_evaluation_sets_are_kept_out(tmp_path):
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
+    rows.append({"question": "Big?", "answer": "22099999999999998951424"})
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out.write_text(json.dumps({"problem": "What is  2 + 2 ?", "answer": 4}) + "\n")
+    report = data.prepare(train, tmp_path / "out.parquet", [held_out])
+    assert (report.read, report.written, report.contaminated, report.damaged) == (5, 3, 1, 1)
+    assert "2 + 2" not in str(data.load_rows(tmp_path / "out.parquet"))

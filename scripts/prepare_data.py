@@ -1,0 +1,45 @@
+"""A data set of math problems -> the parquet file that training and evaluation read; see --help."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rl.data import DataError, prepare
+from rl.launch import Parser
+
+EXAMPLES = """examples:
+  python scripts/prepare_data.py dapo-math-17k.parquet data/dapo_math_17k.parquet --against aime24.jsonl math500.jsonl
+  python scripts/prepare_data.py gsm8k_test.jsonl data/gsm8k_test.parquet
+
+Rows are in verl's schema, or objects with question (or problem) and answer. Duplicates, contradicting and damaged
+answers are dropped, and problems of the sets named by --against; the counts are printed.
+exit status: 0 done, 2 bad usage or data"""
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    parser = Parser(
+        prog="prepare_data.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="a .parquet or .jsonl file")
+    parser.add_argument("target", type=Path, help="the .parquet file to write; it appears whole or not at all")
+    parser.add_argument(
+        "--against", nargs="*", default=[], type=Path, metavar="FILE", help="evaluation sets to keep out"
+    )
+    args = parser.parse_args()
+    try:
+        report = prepare(args.source, args.target, args.against)
+    except (DataError, OSError) as error:
+        print(f"prepare_data.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.target}: {report}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
