@@ -43,6 +43,11 @@ def as_float(scale_bytes: torch.Tensor) -> torch.Tensor:
     return scale_bytes.contiguous().view(torch.float32).squeeze(-1)
 
 
+def _powers_of_two(scales: torch.Tensor) -> bool:
+    """Whether every float32 scale is one: then it changes exponents alone, and rounds nothing."""
+    return not bool((scales.view(torch.int32) & 0x7FFFFF).any())
+
+
 def operand(hidden: torch.Tensor, is_mxfp8: bool, backend: str, input_scale: torch.Tensor | None) -> torch.Tensor:
     """What the backend multiplies for `hidden` [M, K], without the input's global scale."""
     if is_mxfp8:
@@ -73,7 +78,7 @@ def decode_weight(
     weight = nvfp4.decode(values, scale.view(torch.float8_e4m3fn), in_weight, decoded)
     if in_weight is None:
         return weight, factor
-    if on_cpu and dtype != torch.float32 and bool((factor.view(torch.int32) & 0x7FFFFF).any()):
+    if on_cpu and dtype != torch.float32 and not _powers_of_two(factor):
         weight = weight.to(dtype).float()
     return weight, None
 
@@ -149,7 +154,7 @@ def _can_group(left: torch.Tensor, packed: tuple[torch.Tensor, ...], backend: st
     """
     if input_scale is not None or not can_group(left) or packed[0].shape[1] % 8 or packed[0].shape[2] % 4:
         return False
-    return backend == "emulation" or not bool((as_float(packed[2]).view(torch.int32) & 0x7FFFFF).any())
+    return backend == "emulation" or _powers_of_two(as_float(packed[2]))
 
 
 def _grouped(

@@ -52,11 +52,7 @@ def save_peft(model: nn.Module, spec: LoRASpec, folder: Path, base: str) -> None
     }
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors.part")
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
-    # The weights appear last and at once, so that a folder with them is complete.
-    (folder / "adapter_model.safetensors.part").rename(folder / "adapter_model.safetensors")
+    _write({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, config, folder)
 
 
 def save_engine_format(wire: dict[str, torch.Tensor], spec: LoRASpec, adapted: list[str], folder: Path) -> None:
@@ -64,11 +60,16 @@ def save_engine_format(wire: dict[str, torch.Tensor], spec: LoRASpec, adapted: l
 
     `wire` are those of `wire_tensors`; PEFT's names of fused experts are not read by vLLM 0.30.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     # Gate and up may share A: safetensors wants each tensor to have memory of its own.
-    wire = {name: tensor.cpu().clone() for name, tensor in wire.items()}
-    (folder / "adapter_config.json").write_text(json.dumps(wire_config(spec, adapted), indent=1) + "\n")
-    save_file(wire, folder / "adapter_model.safetensors.part")
+    own = {name: tensor.cpu().clone() for name, tensor in wire.items()}
+    _write(own, wire_config(spec, adapted), folder)
+
+
+def _write(tensors: dict[str, torch.Tensor], config: dict, folder: Path) -> None:
+    """The two files of an adapter; the weights appear last and at once, so that a folder with them is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors.part")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "adapter_model.safetensors.part").rename(folder / "adapter_model.safetensors")
 
 

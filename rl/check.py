@@ -43,12 +43,8 @@ exit status: 0 the sides agree, 1 a check failed, 2 bad usage or recipe"""
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; bad usage ends with exit 2."""
-    parser = Parser(
-        prog="check_consistency.py",
-        description="Is the trainer's model the one that the engine serves? Weights, routing, log-probs, and a probe.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Is the trainer's model the one that the engine serves? Weights, routing, log-probs, and a probe."
+    parser = Parser("check_consistency.py", what, EXAMPLES)
     parser.add_argument("--config", metavar="NAME", help="recipe in recipes/, or a path to one")
     parser.add_argument("--watch", metavar="RUN", type=Path, help="show the trend of a run folder instead")
     parser.add_argument("--adapter", metavar="DIR", help="adapter on both sides (default: a new one, which is zero)")
@@ -232,8 +228,8 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     from rl.consistency import check
 
     if engine_adapter is not None:
-        pair.engine_side.load_from_disk(engine_adapter)
-    prompts = probe_prompts(recipe, pair.engine.llm.get_tokenizer())
+        pair.engine.load_adapter(engine_adapter)
+    prompts = probe_prompts(recipe, recipe.consistency.probe_sequences, pair.engine.llm.get_tokenizer())
     tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
     probe = engine_adapter is None  # the probe sends adapters of its own
     report = check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe)
@@ -242,11 +238,11 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     return report
 
 
-def probe_prompts(recipe: Recipe, tokenizer) -> list[list[int]]:
-    """The first held-out prompts, tokenised as rollouts are."""
+def probe_prompts(recipe: Recipe, count: int, tokenizer) -> list[list[int]]:
+    """The first `count` held-out prompts, tokenised as rollouts are."""
     from rl.data import load_rows
 
-    rows = load_rows(Path(recipe.data.val))[: recipe.consistency.probe_sequences]
+    rows = load_rows(Path(recipe.data.val))[:count]
     return [
         tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
         for row in rows

@@ -160,14 +160,14 @@ def compare_digests(trainer: dict[str, dict], engine: dict[str, dict]) -> list[s
 
 def matching_digests(of_trainer: Callable, workers: list[dict[str, dict]], detail: bool = False) -> list[dict]:
     """The trainer's digests for each engine worker: of the parts that it holds where the engine is tensor-parallel."""
-    ours, whole = [], None
+    known: dict[str, dict] = {}  # replicas hold the same parts
+    ours = []
     for worker in workers:
         shards = {name: entry["shard"] for name, entry in worker.items() if "shard" in entry}
-        if shards:
-            ours.append(of_trainer(detail=detail, shards=shards))
-        else:
-            whole = whole or of_trainer(detail=detail)
-            ours.append(whole)
+        key = repr(shards)
+        if key not in known:
+            known[key] = of_trainer(detail=detail, shards=shards)
+        ours.append(known[key])
     return ours
 
 

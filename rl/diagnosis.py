@@ -27,12 +27,11 @@ def explain_base(trainer: dict[str, dict], engine: dict[str, dict], mismatched: 
                 f"{name} is {ours['shape']} in the trainer and {theirs['shape']} in the engine: the checkpoints are of "
                 "other sizes, or one side pads the vocabulary"
             )
-        for key in ("dtype",):
-            if ours["bytes"] != theirs["bytes"] and ours[key] != theirs[key]:
-                return (
-                    f"{name} is {ours[key]} in the trainer and {theirs[key]} in the engine: one side converted it at "
-                    "load; set model.dtype for both and look at the checkpoint's ignore list"
-                )
+        if ours["bytes"] != theirs["bytes"]:
+            return (
+                f"{name} is {ours['dtype']} in the trainer and {theirs['dtype']} in the engine: one side converted it "
+                "at load; set model.dtype for both and look at the checkpoint's ignore list"
+            )
     if all(name.endswith("#global_scale") for name in names):
         return _explain_global_scales(pairs)
     stacked = [(ours["parts"], theirs["parts"]) for _, ours, theirs in pairs if "parts" in ours]

@@ -51,12 +51,7 @@ class Sample:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; bad usage ends with exit 2."""
-    parser = Parser(
-        prog="evaluate.py",
-        description="Sample answers to a data set with the embedded engine and judge them.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evaluate.py", "Sample answers to a data set with the embedded engine and judge them.", EXAMPLES)
     parser.add_argument("--config", metavar="NAME", help="recipe in recipes/, or a path to one")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two evaluations instead")
     parser.add_argument("--adapter", metavar="DIR", help="adapter (default: the base alone)")

@@ -7,22 +7,18 @@ from torch import nn
 
 from quant.experts import QuantExperts
 from quant.layers import QuantLinear
-from rl.lora import LoRAExperts, LoRALinear
+from quant.matmul import as_float
+from rl.lora import LoRAExperts, LoRALinear, whole
 
 
 def _canonical(name: str) -> str:
     return name.replace(".base_layer", "").replace("lm_head.head", "lm_head")
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    tensor = parameter.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def _typed(part: str, tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of a quantised weight as what they are, so that a report can show values; a fingerprint stays the same."""
     if part == "global_scale":
-        return tensor.contiguous().view(torch.float32).squeeze(-1)
+        return as_float(tensor)
     return tensor.view(torch.float8_e4m3fn) if part == "scale" else tensor
 
 
@@ -31,18 +27,18 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for raw_name, module in model.named_modules():
         name = _canonical(raw_name)
         if isinstance(module, QuantLinear):
-            data, *rest = (_whole(part) for part in module.packed_bytes())
+            data, *rest = (whole(part) for part in module.packed_bytes())
             parts = ("data", "scale") if module.format == "mxfp8" else ("packed", "scale", "global_scale")
             for part, tensor in zip(parts, (data, *rest), strict=True):
                 yield f"{name}.weight#{part}", tensor
             if module.bias is not None:
-                yield f"{name}.bias", _whole(module.bias)
+                yield f"{name}.bias", whole(module.bias)
         elif isinstance(module, QuantExperts):
             for projection in ("gate_up", "down"):
                 for part, attribute in (("packed", "packed"), ("scale", "scale"), ("global_scale", "global")):
-                    tensor = _whole(getattr(module, f"{projection}_{attribute}"))
+                    tensor = whole(getattr(module, f"{projection}_{attribute}"))
                     yield f"{name}.{projection}_proj#{part}", _typed(part, tensor)
         elif not isinstance(module, LoRALinear | LoRAExperts):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
-                    yield f"{name}.{leaf}" if name else leaf, _whole(parameter)
+                    yield f"{name}.{leaf}" if name else leaf, whole(parameter)

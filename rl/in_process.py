@@ -51,10 +51,6 @@ class InProcessSide:
         wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model), self.trainer.model_type)
         self.engine.sync_adapter(wire, lora.wire_config(self.trainer.spec, self.trainer.adapted))
 
-    def load_from_disk(self, folder: Path) -> None:
-        """Let vLLM read an adapter from disk by itself, in place of the one that was sent."""
-        self.engine.load_adapter(folder)
-
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
         return self.engine.generate(prompts, max_tokens)
 

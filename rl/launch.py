@@ -49,7 +49,15 @@ Every key of a recipe is explained in rl/schema.py."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A command line with examples that says what is wrong in one line."""
+
+    def __init__(self, prog: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def error(self, message: str) -> None:
         """Exit with status 2."""
@@ -58,12 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = Parser(
-        prog="train_grpo.py",
-        description="Train a recipe with GRPO.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("train_grpo.py", "Train a recipe with GRPO.", EXAMPLES)
     parser.add_argument("--config", required=True, metavar="NAME", help="recipe in recipes/, or a path to one")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")

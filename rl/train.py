@@ -16,6 +16,7 @@ from rl import ray_node
 from rl.environment import gpu_count
 from rl.events import enable_stack_dumps
 from rl.prefork import PreforkServer
+from rl.processes import end_process
 from rl.run_folder import RunFolder
 
 
@@ -225,7 +226,4 @@ def main(run_dir: str) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # everything is written; the shutdown of an interpreter this large takes seconds
+    end_process(main(sys.argv[1]))

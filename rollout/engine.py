@@ -49,7 +49,6 @@ class InProcessEngine:
         from vllm import LLM
 
         self.options = options
-        self.version = 0
         self.llm = LLM(
             model=str(path),
             dtype=options.dtype,
@@ -75,14 +74,12 @@ class InProcessEngine:
         """Replace the adapter by `tensors` (wire names) in memory and drop cached prefixes."""
         self.llm.collective_rpc("lockstep_load_adapter", args=(ADAPTER_ID, tensors, config))
         self.llm.reset_prefix_cache()
-        self.version += 1
 
     def load_adapter(self, folder: Path) -> None:
         """Replace the adapter by the one that vLLM itself reads from `folder` (its own names, one pair an expert)."""
         self.llm.llm_engine.remove_lora(ADAPTER_ID)
         self.llm.llm_engine.add_lora(lora_request(ADAPTER_ID, folder))
         self.llm.reset_prefix_cache()
-        self.version += 1
 
     def base_digests(self, detail: bool = False) -> list[dict[str, dict]]:
         """Of every worker."""

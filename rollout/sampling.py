@@ -56,7 +56,9 @@ def scored_logprobs(ids: list[int], output) -> list[float]:
     Raises:
         ValueError: the engine answered for other tokens.
     """
+    scores = []
     for position, (token, entry) in enumerate(zip(ids[1:], output.prompt_logprobs[1:], strict=True), start=1):
         if token not in entry:
             raise ValueError(f"the engine scored {sorted(entry)} at position {position}, not token {token}")
-    return [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        scores.append(entry[token].logprob)
+    return scores

@@ -1,8 +1,6 @@
 """Does the consistency check find every fault, and none where there is none? See --help."""
 
-import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from rl.config import ConfigError, load_recipe, with_absolute_paths  # noqa: E40
 from rl.environment import gpu_count  # noqa: E402
 from rl.launch import Parser  # noqa: E402
 from rl.preflight import preflight  # noqa: E402
+from rl.processes import end_process  # noqa: E402
 
 EXAMPLES = """examples:
   python scripts/bench_consistency.py --config tiny_math.yaml
@@ -27,12 +26,7 @@ ADAPTER_STD = 0.02
 
 def main() -> int:
     """Run the command line."""
-    parser = Parser(
-        prog="bench_consistency.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bench_consistency.py", __doc__, EXAMPLES)
     parser.add_argument("--config", required=True, metavar="NAME", help="recipe in recipes/, or a path to one")
     parser.add_argument("--clean", type=int, default=20, metavar="N", help="checks without a fault (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
@@ -64,10 +58,7 @@ def run(recipe, clean: int) -> dict:
     from rl.lora import adapters
 
     pair, limits = build_pair(recipe)
-    more = recipe.model_copy(
-        update={"consistency": recipe.consistency.model_copy(update={"probe_sequences": 8 * max(clean, 2)})}
-    )
-    prompts = probe_prompts(more, pair.engine.llm.get_tokenizer())
+    prompts = probe_prompts(recipe, 8 * clean, pair.engine.llm.get_tokenizer())
 
     def randomise(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -133,7 +124,4 @@ def table(outcome: dict) -> str:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # vLLM's and Triton's own shutdown prints pages about leaks
+    end_process(main())

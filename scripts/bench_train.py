@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl.config import ConfigError, load_recipe, run_root  # noqa: E402
+from rl.config import ConfigError, Recipe, load_recipe, run_root  # noqa: E402
 
 EXAMPLES = """examples:
   python scripts/bench_train.py --config tiny_math.yaml
@@ -35,6 +35,20 @@ COLUMNS = {
 }
 
 
+def run_recipe(prog: str, what: str, config: str, overrides: list[str]) -> tuple[Recipe, Path]:
+    """Train a recipe to its end; (recipe, run folder). A failure is one line, and ends the caller with 2 or 1."""
+    try:
+        recipe = load_recipe(config, overrides)
+    except ConfigError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(2)
+    command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--config", config, *overrides]
+    if status := subprocess.run(command, check=False).returncode:
+        print(f"{prog}: {what} ended with status {status}", file=sys.stderr)
+        sys.exit(2 if status == 2 else 1)
+    return recipe, run_root(recipe) / "latest"
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -48,18 +62,8 @@ def main() -> int:
     runs = []
     for seed in args.seeds:
         overrides = [*args.set, f"seed={seed}"]
-        try:
-            recipe = load_recipe(args.config, overrides)
-        except ConfigError as error:
-            print(f"bench_train.py: {error}", file=sys.stderr)
-            return 2
-        command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--config", args.config, *overrides]
-        status = subprocess.run(command, check=False).returncode
-        if status:
-            print(f"bench_train.py: the run with seed {seed} ended with status {status}", file=sys.stderr)
-            return 2 if status == 2 else 1
-        summary = run_root(recipe) / "latest" / "summary.json"
-        runs.append({"seed": seed, **json.loads(summary.read_text())})
+        _, run_dir = run_recipe("bench_train.py", f"the run with seed {seed}", args.config, overrides)
+        runs.append({"seed": seed, **json.loads((run_dir / "summary.json").read_text())})
     print(table(runs))
     if args.json:
         args.json.write_text(json.dumps({"recipe": args.config, "overrides": args.set, "runs": runs}, indent=2) + "\n")

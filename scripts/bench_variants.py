@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl.config import ConfigError, load_recipe, run_root, with_absolute_paths  # noqa: E402
+from bench_train import run_recipe  # noqa: E402
+
+from rl.config import load_recipe, with_absolute_paths  # noqa: E402
 from rl.launch import Parser  # noqa: E402
 
 EXAMPLES = """examples:
@@ -31,12 +33,7 @@ NO_VALIDATION = ["trainer.val_before_train=false", "trainer.val_every=0"]
 
 def parse() -> argparse.Namespace:
     """The command line; bad usage ends with exit 2."""
-    parser = Parser(
-        prog="bench_variants.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bench_variants.py", __doc__, EXAMPLES)
     parser.add_argument("--config", required=True, metavar="NAME", help="recipe in recipes/, or a path to one")
     parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantised checkpoint of the recipe's model")
     parser.add_argument("--stock", action="store_true", help="also run stock verl")
@@ -56,16 +53,8 @@ def main() -> int:
     rows = {}
     for name, settings in variants.items():
         overrides = [*NO_VALIDATION, *args.set, *settings]
-        try:
-            recipe = load_recipe(args.config, overrides)
-        except ConfigError as error:
-            print(f"bench_variants.py: {error}", file=sys.stderr)
-            return 2
-        command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--config", args.config, *overrides]
-        if status := subprocess.run(command, check=False).returncode:
-            print(f"bench_variants.py: {name}: the run ended with status {status}", file=sys.stderr)
-            return 2 if status == 2 else 1
-        rows[name] = figures(run_root(recipe) / "latest", recipe.algorithm.routing_replay)
+        recipe, run_dir = run_recipe("bench_variants.py", f"{name}: the run", args.config, overrides)
+        rows[name] = figures(run_dir, recipe.algorithm.routing_replay)
         write(args, rows)  # after each, so that a later failure loses nothing
     if args.stock:
         overrides = [*NO_VALIDATION, *args.set, f"model.path={args.bf16}", "model.lora_targets=[attention]"]

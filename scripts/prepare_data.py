@@ -1,6 +1,5 @@
 """A data set of math problems -> the parquet file that training and evaluation read; see --help."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -20,12 +19,7 @@ exit status: 0 done, 2 bad usage or data"""
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    parser = Parser(
-        prog="prepare_data.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("prepare_data.py", __doc__, EXAMPLES)
     parser.add_argument("source", type=Path, help="a .parquet or .jsonl file")
     parser.add_argument("target", type=Path, help="the .parquet file to write; it appears whole or not at all")
     parser.add_argument(

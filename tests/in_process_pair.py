@@ -91,7 +91,7 @@ def main() -> None:
             wire_tensors(engine_tensors(model.model), model.model_type), model.spec, model.adapted, Path(folder)
         )
         sent = pair.engine.adapter_digests()
-        pair.engine_side.load_from_disk(Path(folder))
+        pair.engine.load_adapter(Path(folder))
         from_disk = pair.engine.adapter_digests()
     third = check(pair.probe, pair.engine_side, inputs, 24, limits, probe=False, step=1)
     print(
