@@ -14,7 +14,7 @@ from quant.fsdp import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = """
-import sys, torch, torch.distributed as dist, torch.nn.functional as F
+import os, sys, torch, torch.distributed as dist, torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from quant import mxfp8, nvfp4
@@ -88,7 +88,9 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sy
 mesh = init_device_mesh("cpu", (2,))
 for experts in (4, 3, 1):  # divisible by the workers, uneven, and fewer than there are
     check(experts, mesh)
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # gloo's threads sometimes abort the interpreter's own end
 """
 
 
