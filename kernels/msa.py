@@ -1,4 +1,4 @@
-"""MiniMax Sparse Attention, the reference: block scores, block selection, attention over the selected blocks.
+"""MiniMax Sparse Attention: block scores, block selection, attention over the selected blocks, the indexer's loss.
 
 Every key/value head has its own selection: an index query of the head is scored against one shared stream of index
 keys, a block's score is its largest visible one, and attention of the head's query group runs over the best `top_k`
@@ -12,10 +12,14 @@ B = ceil(S / block_size) blocks, K = top_k.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 BLOCK_SIZE = 128
+CHUNK_ELEMENTS = 1 << 24
+"""`attend` takes as many queries at once as keep [queries, keys] under this."""
 INIT_SCORE, LOCAL_SCORE = 1e30, 1e29
 """What init and local blocks count as; the local one is written last, and a NaN counts as -1e30."""
 
@@ -41,7 +45,7 @@ def index_scores(
     visible = torch.arange(k_index.shape[0], device=positions.device) <= positions.unsqueeze(1)
     dots = dots.masked_fill(~visible.unsqueeze(1), float("-inf"))
     missing = -k_index.shape[0] % block_size
-    return torch.nn.functional.pad(dots, (0, missing), value=float("-inf")).unflatten(-1, (-1, block_size)).amax(-1)
+    return F.pad(dots, (0, missing), value=float("-inf")).unflatten(-1, (-1, block_size)).amax(-1)
 
 
 def select_blocks(
@@ -71,7 +75,7 @@ def select_blocks(
     forced = torch.where(local, LOCAL_SCORE, forced).masked_fill(~visible, float("-inf"))
     values, order = forced.sort(dim=-1, descending=True, stable=True)
     order = order.masked_fill(values == float("-inf"), -1)[..., :top_k].to(torch.int32)
-    return torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1)
+    return F.pad(order, (0, top_k - order.shape[-1]), value=-1)
 
 
 def sparse_attention(
@@ -107,6 +111,113 @@ def sparse_attention(
     lse = logits.logsumexp(-1)
     out = torch.einsum("thgs,shd->thgd", (logits - lse.unsqueeze(-1)).exp(), _work(v))
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How blocks are chosen, as `select_blocks` takes it."""
+
+    top_k: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+    block_size: int = BLOCK_SIZE
+
+    @torch.no_grad()
+    def choose(
+        self, q_index: torch.Tensor, k_index: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(blocks int32 [T, Hi, top_k], margin float32 [T, Hi]: by how much the worst block that was chosen for its
+        score leads the best one that was not; inf where every visible block is chosen)."""
+        scores = index_scores(q_index, k_index, positions, self.block_size)
+        one_more = select_blocks(
+            scores, positions, self.top_k + 1, self.init_blocks, self.local_blocks, self.block_size
+        )
+        blocks, rest = one_more[..., :-1], one_more[..., -1]
+        found = scores.gather(-1, blocks.clamp(min=0).long())
+        own = (positions // self.block_size).view(-1, 1, 1)
+        forced = (blocks < self.init_blocks) | (blocks > own - self.local_blocks)
+        worst = found.masked_fill(forced, float("inf")).amin(-1)
+        margin = worst - scores.gather(-1, rest.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
+        return blocks, margin.masked_fill(rest < 0, float("inf"))
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: torch.Tensor | None,
+    scale: float,
+    block_size: int = BLOCK_SIZE,
+) -> torch.Tensor:
+    """One whole sequence: q [T, Hq, D], k and v [T, Hkv, D], `blocks` int32 [T, Hkv, K] or None for every block.
+
+    Returns [T, Hq, D] in q's dtype; differentiable in q, k and v. Without `blocks` there may be leading batch
+    dimensions. On CPU the arithmetic is float32 with one rounding, as `sparse_attention`; on a GPU it is the library's
+    attention in q's dtype. Memory is bounded by chunks of queries, time is dense: keys that no head selected are
+    masked, not skipped.
+    """
+    length, group = q.shape[-3], q.shape[-2] // k.shape[-2]
+    work = _work if q.device.type == "cpu" else (lambda x: x)
+    q_work = work(q).transpose(-3, -2)
+    keys, values = (work(x).repeat_interleave(group, -2).transpose(-3, -2) for x in (k, v))
+    if blocks is None:
+        out = F.scaled_dot_product_attention(q_work, keys, values, is_causal=True, scale=scale)
+        return out.transpose(-3, -2).to(q.dtype)
+    positions = torch.arange(length, device=q.device)
+    q_work, keys, values = q_work.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+    parts = []
+    step = max(1, CHUNK_ELEMENTS // length)
+    for start in range(0, length, step):
+        rows = slice(start, min(start + step, length))
+        mask = _allowed_keys(blocks[rows], positions[rows], length, block_size).transpose(0, 1)
+        mask = mask.repeat_interleave(group, 0).unsqueeze(0)
+        parts.append(F.scaled_dot_product_attention(q_work[:, :, rows], keys, values, attn_mask=mask, scale=scale))
+    return torch.cat(parts, 2)[0].transpose(0, 1).to(q.dtype)
+
+
+def index_loss(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    blocks: torch.Tensor | None,
+    scale: float,
+    index_scale: float,
+    block_size: int = BLOCK_SIZE,
+) -> torch.Tensor:
+    """KL(attention || indexer) of one sequence (without `blocks`: of a batch), summed over queries and index heads.
+
+    The teacher is the mean over a group's heads of the attention probabilities, the student the softmax of
+    `index_scale` times the index dot products, both over the visible keys of the selected blocks (`blocks` None: over
+    all visible keys, the warm-up). Differentiable in q_index [T, Hi, D] and k_index [T, D] only. Source: flash-msa's
+    objective (dS_index = P_index - teacher).
+    """
+    positions = torch.arange(q.shape[-3], device=q.device)
+    heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
+    if blocks is None:
+        allowed = (positions <= positions.unsqueeze(1)).unsqueeze(1).expand(-1, heads, -1)
+    else:
+        allowed = _allowed_keys(blocks, positions, k.shape[-3], block_size)
+    hidden = ~allowed
+    with torch.no_grad():
+        logits = torch.einsum("...thgd,...shd->...thgs", _work(q).unflatten(-2, (heads, group)), _work(k)) * scale
+        teacher = logits.masked_fill(hidden.unsqueeze(-2), float("-inf")).softmax(-1).mean(-2)
+    dots = torch.einsum("...thd,...sd->...ths", _work(q_index), _work(k_index)) * index_scale
+    student = dots.masked_fill(hidden, float("-inf")).log_softmax(-1).masked_fill(hidden, 0.0)
+    return (torch.special.xlogy(teacher, teacher) - teacher * student).sum()
+
+
+class AddLoss(torch.autograd.Function):
+    """`AddLoss.apply(x, loss)` is x; in the backward pass `loss` [] gets the gradient 1, as if added to the total."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.like = loss
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, torch.ones_like(ctx.like)
 
 
 def _allowed_keys(blocks: torch.Tensor, positions: torch.Tensor, keys: int, block_size: int) -> torch.Tensor:

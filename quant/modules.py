@@ -5,6 +5,7 @@ parameters (transformers' experts interface: Qwen3-MoE, Mixtral, MiniMax-M2, ...
 the checkpoint holds packed for them decides. Everything else of it fills the parameter or buffer of its name.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -41,12 +42,16 @@ def swap_modules(
     module that is packed in part. Plain parameters take the dtype of the one they fill, buffers keep the stored one.
     """
     rename = _renamer(model)
+    # What the model says it has no use for, such as the image tower beside a text model.
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     expected = {name for name, _ in _named_tensors(model)}
     used: dict[str, str] = {}
     halves: dict[str, dict[str, NVFP4Tensor]] = {}
     items = packed_state.items() if isinstance(packed_state, Mapping) else packed_state
     for source, value in items:
         name = rename(source, expected)
+        if name not in expected and any(re.search(pattern, source) for pattern in ignored):
+            continue
         if name in used:
             raise CheckpointError(f"tensors {used[name]} and {source} both fill {name}")
         if name not in expected:
@@ -157,6 +162,7 @@ def _renamer(model: nn.Module) -> Callable[[str, set[str]], str]:
         renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
 
     def rename(name: str, known: set[str]) -> str:
+        name = name.removeprefix("language_model.")  # the text model inside a multimodal checkpoint
         if name in known:
             return name
         renamed = name
@@ -187,6 +193,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def load_model(
     path: str | Path,
+    config=None,
     dtype: torch.dtype = torch.bfloat16,
     attn_implementation: str = "sdpa",
     backend: str = "emulation",
@@ -195,11 +202,12 @@ def load_model(
 
     Parameters are never materialised unpacked: the model is built without memory and filled one tensor at a time. Plain
     tensors take `dtype` (those that transformers keeps in float32 keep it), buffers such as rotary frequencies are as
-    the model computes them. CheckpointError as `packed_items` and `swap_modules` raise it.
+    the model computes them. `config`: transformers' configuration, by default the one that AutoConfig reads from
+    `path`. CheckpointError as `packed_items` and `swap_modules` raise it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path) if config is None else config
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     swap_modules(model, packed_items(path), backend)

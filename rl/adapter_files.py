@@ -85,7 +85,7 @@ def _expert_peft_tensors(name: str, adapter: LoRAExperts) -> dict[str, torch.Ten
             f"{name}.down_proj.lora_A": down_a,
             f"{name}.down_proj.lora_B": down_b,
         }
-        return wire_tensors(split, "")
+        return wire_tensors(split)
     # PEFT's ParamWrapper: A is [E * r, in] and B is [out, r * E] with the expert as the fastest index of B's columns;
     # the first target parameter (gate_up) is the inner wrapper and is named base_layer.
     fused_b = b.flatten(1, 2)

@@ -26,7 +26,7 @@ from rl.watch import watch
 from rollout.fingerprint import EngineError
 
 if TYPE_CHECKING:
-    from rl.consistency import ConsistencyReport, Limits
+    from rl.consistency_report import ConsistencyReport, Limits
     from rl.in_process import InProcessPair
     from rl.settings import EngineSettings
     from rollout.engine import EngineOptions
@@ -203,7 +203,7 @@ def engine_options(recipe: Recipe, sequences: int) -> "tuple[EngineSettings, Eng
 def build_pair(recipe: Recipe, engine_checkpoint: Path | None = None) -> "tuple[InProcessPair, Limits]":
     """Both sides of `recipe` (paths absolute) in this process, and the thresholds of their check."""
     settings, options = engine_options(recipe, 2 * recipe.consistency.probe_sequences)
-    from rl.consistency import resolve_limits
+    from rl.consistency_report import resolve_limits
     from rl.in_process import InProcessPair
 
     device = "cuda" if gpu_count() > 0 else "cpu"
@@ -232,7 +232,8 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
     prompts = probe_prompts(recipe, recipe.consistency.probe_sequences, pair.engine.llm.get_tokenizer())
     tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
     probe = engine_adapter is None  # the probe sends adapters of its own
-    report = check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe)
+    replay = recipe.consistency.replay_blocks
+    report = check(pair.probe, pair.engine_side, prompts, tokens, limits, probe=probe, replay_blocks=replay)
     for row in report.logprobs.get("worst", []):
         row["text"] = pair.engine.llm.get_tokenizer().decode([row["token"]])
     return report

@@ -1,66 +1,19 @@
 """The consistency check: is the trainer the model that the engine serves? Weights, routing, log-probs, and a probe.
 
 `check` talks to two sides through small protocols, so that the same code judges an in-process pair and a live trainer
-and engine inside a verl run. The report's JSON is versioned (docs/consistency.md).
+and engine inside a verl run.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
 
 from rl import diagnosis, mismatch
+from rl.consistency_report import ConsistencyReport, Limits, TrainerScore
 from rl.mismatch import logprob_stats
 from rollout.sampling import Sequence
-
-SCHEMA = 1
-
-
-@dataclass
-class TrainerScore:
-    """The trainer's view of probe sequences.
-
-    `free` and `replayed`: response log-probs a sequence, routing by itself and with the engine's ids. `agreement` and
-    `agreement_replayed`: a layer's share of known rows on which the used expert sets equal the engine's; `tokens` known
-    rows of one layer; `not_replayed` rows that the engine did not route; `details` a layer's `probe.routing_details`.
-    """
-
-    free: list[list[float]]
-    replayed: list[list[float]]
-    agreement: dict[int, float]
-    agreement_replayed: dict[int, float]
-    tokens: int
-    not_replayed: int
-    details: dict[int, dict]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Thresholds of a check, all given; the fields are those of the recipe's `consistency.thresholds`."""
-
-    kl_k3: float
-    max_abs_logp: float
-    mean_abs_logp: float
-    routing_replayed: float = 1.0
-    routing_free: float = 0.9
-    adapter_effect: float = 1e-3
-    zero_adapter_effect: float = 0.0
-
-
-# Above what was measured on agreeing pairs (docs/consistency.md). The CPU repeats bit for bit; the engine's GPU kernels
-# do not, and W4A4 activations are modelled, not reproduced.
-DEFAULTS = {
-    "emulation": Limits(kl_k3=2e-4, max_abs_logp=0.3, mean_abs_logp=0.01),
-    "marlin": Limits(kl_k3=1e-3, max_abs_logp=1.0, mean_abs_logp=0.03, zero_adapter_effect=5e-3),
-    "flashinfer_w4a4": Limits(kl_k3=1e-2, max_abs_logp=2.0, mean_abs_logp=0.1, zero_adapter_effect=2e-2),
-}
-
-
-def resolve_limits(thresholds: dict, backend: str) -> Limits:
-    """The recipe's thresholds (a dict of the schema's section), and the defaults of `backend` where they are None."""
-    return replace(DEFAULTS[backend], **{key: value for key, value in thresholds.items() if value is not None})
 
 
 class TrainerSide(Protocol):
@@ -72,7 +25,12 @@ class TrainerSide(Protocol):
     def adapter_digests(self, detail: bool = False, shards: dict[str, dict] | None = None) -> dict[str, dict]:
         """`fingerprint.digests` of every adapter tensor as the engine must hold it."""
 
-    def score(self, sequences: list[Sequence]) -> TrainerScore: ...
+    def selects_blocks(self) -> bool:
+        """Whether the model has sparse attention."""
+
+    def score(
+        self, sequences: list[Sequence], blocks: list[np.ndarray] | None = None, replay_blocks: bool = False
+    ) -> TrainerScore: ...
 
     def adapter_kinds(self) -> list[str]:
         """Kinds of adapted modules: q_proj, o_proj, experts, ..."""
@@ -103,51 +61,8 @@ class EngineSide(Protocol):
 
     def score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]: ...
 
-
-def finite(value):
-    """A copy of nested dicts and lists in which NaN and infinities are None."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@dataclass
-class ConsistencyReport:
-    """Outcome of a check; `as_dict` is the JSON of docs/consistency.md."""
-
-    verdict: str = "pass"
-    reasons: list[str] = field(default_factory=list)
-    diagnosis: list[str] = field(default_factory=list)
-    weights: dict = field(default_factory=dict)
-    routing: dict = field(default_factory=dict)
-    logprobs: dict = field(default_factory=dict)
-    probe: dict = field(default_factory=dict)
-    thresholds: dict = field(default_factory=dict)
-    environment: dict = field(default_factory=dict)
-    recipe: dict = field(default_factory=dict)
-    step: int = 0
-
-    def as_dict(self) -> dict:
-        """The report as JSON holds it: a number that is not finite is null."""
-        return {"schema": SCHEMA, **finite(asdict(self))}
-
-    def fail(self, reason: str, cause: str | None = None) -> None:
-        self.verdict = "fail"
-        self.reasons.append(reason)
-        if cause is not None and cause not in self.diagnosis:
-            self.diagnosis.append(cause)
-
-    def summary(self) -> str:
-        """One line for the console."""
-        base, adapter = self.weights.get("base", {}), self.weights.get("adapter", {})
-        routing, replayed = self.routing, self.logprobs.get("replayed", {})
-        return (
-            f"{self.verdict}: {base.get('tensors', 0)} base and {adapter.get('tensors', 0)} adapter tensors, "
-            f"routing {routing.get('free_agreement', 1):.4f} free / {routing.get('replayed_agreement', 1):.4f} "
-            f"replayed, k3 {replayed.get('kl_k3', 0):.2e}, worst |delta logp| {replayed.get('max_abs', 0):.2e}"
-        )
+    def selected_blocks(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Blocks that sparse attention selects in a prefill, int32 [tokens, layers, heads, top_k] a sequence."""
 
 
 def compare_digests(trainer: dict[str, dict], engine: dict[str, dict]) -> list[str]:
@@ -265,6 +180,39 @@ def _check_numbers(
         report.fail(f"log-probs: the engine's decode and prefill differ, kl_k3 {decode['kl_k3']:.3e}", cause)
 
 
+def _check_selection(
+    report: ConsistencyReport, score: TrainerScore, prefill: list[list[float]], limits: Limits, replayed: bool
+) -> None:
+    """Blocks of sparse attention: the share of (token, head) with the same set on both sides, near-ties apart."""
+    total = {
+        key: sum(entry[key] for entry in score.selected.values()) for key in ("selections", "disagree", "near_ties")
+    }
+
+    def gap(trainer: list[list[float]]) -> float:
+        gaps = [np.abs(np.subtract(a, b))[f] for a, b, f in zip(trainer, prefill, score.flipped, strict=True)]
+        gaps = np.concatenate(gaps)
+        return float(gaps.mean()) if gaps.size else 0.0
+
+    report.selection = {
+        **total,
+        "agreement": 1 - total["disagree"] / max(total["selections"], 1),
+        "per_layer": [{"layer": layer, **entry} for layer, entry in sorted(score.selected.items())],
+        "replayed": replayed,
+        "flipped": {
+            "tokens": int(sum(flips.sum() for flips in score.flipped)),
+            "free": gap(score.free),
+            "replayed": gap(score.replayed),
+        },
+    }
+    real = 1 - (total["disagree"] - total["near_ties"]) / max(total["selections"], 1)
+    if not real >= limits.selection:
+        report.fail(
+            f"selection: {real:.4f} of (token, head) attend to the same blocks on both sides, near-ties left out "
+            f"(threshold selection {limits.selection})",
+            diagnosis.explain_selection(report.selection["per_layer"]),
+        )
+
+
 def _effect(a: list[list[float]], b: list[list[float]]) -> float:
     return float(np.mean(np.abs(np.concatenate([np.subtract(x, y) for x, y in zip(a, b, strict=True)]))))
 
@@ -277,9 +225,12 @@ def check(
     thresholds: Limits,
     *,
     probe: bool = True,
+    replay_blocks: bool = False,
     step: int = 0,
 ) -> ConsistencyReport:
     """Run the three checks with the adapter as it is, then the probe.
+
+    `replay_blocks`: the replayed log-probs are with the engine's blocks of sparse attention too, where there are any.
 
     With `probe` the adapter is replaced by test adapters for a moment: zero B must change nothing, random B in one kind
     of module after the other must move the engine's log-probs, and with all of them random both sides must still agree.
@@ -292,7 +243,11 @@ def check(
     sequences = engine.generate(prompts, max_tokens)
     ids = [sequence.ids for sequence in sequences]
     adapted = engine.score(ids, adapter=True)
-    _check_numbers(report, sequences, trainer.score(sequences), response_part(sequences, adapted), thresholds)
+    blocks = engine.selected_blocks(ids) if trainer.selects_blocks() else None
+    score, prefill = trainer.score(sequences, blocks, replay_blocks), response_part(sequences, adapted)
+    _check_numbers(report, sequences, score, prefill, thresholds)
+    if blocks is not None:
+        _check_selection(report, score, prefill, thresholds, replay_blocks)
     base = engine.score(ids, adapter=False)
     if not probe:
         effect = _effect(adapted, base)

@@ -23,6 +23,13 @@ def console(report: dict) -> str:
             f"  {'routing':<18} {routing['free_agreement']:.4f} free ({differ} rows differ, {ties} of them near-ties), "
             f"{routing['replayed_agreement']:.4f} replayed, {routing['tokens']} tokens"
         )
+    if selection := report["selection"]:
+        flipped = selection["flipped"]
+        lines.append(
+            f"  {'selected blocks':<18} {selection['agreement']:.4f} ({selection['disagree']} differ, "
+            f"{selection['near_ties']} of them near-ties); mean |delta| of the {flipped['tokens']} response tokens "
+            f"among them {number(flipped['free'])} free, {number(flipped['replayed'])} replayed"
+        )
     names = {"free": "log-probs free", "replayed": "log-probs replayed", "decode_prefill": "engine alone"}
     for key, name in names.items():
         if block := report["logprobs"].get(key):
@@ -75,6 +82,8 @@ def _tiles(report: dict) -> str:
     if routing := report["routing"]:
         tiles.append(("experts agree, replayed", percent(routing["replayed_agreement"])))
         tiles.append(("experts agree, free", percent(routing["free_agreement"])))
+    if selection := report["selection"]:
+        tiles.append(("attention blocks agree", percent(selection["agreement"])))
     for key, name in (("replayed", "k3, replayed"), ("free", "k3, free"), ("decode_prefill", "k3, engine alone")):
         if block := report["logprobs"].get(key):
             tiles.append((name, number(block["kl_k3"])))
@@ -125,7 +134,24 @@ def _plots(report: dict) -> list[str]:
             ],
             floor=0.0,
         ),
+        *_selection_plot(report["selection"]),
     ]
+
+
+def _selection_plot(selection: dict) -> list[str]:
+    if not selection:
+        return []
+    rows = selection["per_layer"]
+    plot = line_plot(
+        "Attention blocks by layer",
+        "selections (token and head) in which the trainer takes other blocks, and how many of them are near-ties",
+        [
+            Series("disagree", [(row["layer"], row["disagree"]) for row in rows], dots=True),
+            Series("near-ties", [(row["layer"], row["near_ties"]) for row in rows], dots=True),
+        ],
+        floor=0.0,
+    )
+    return [plot]
 
 
 def _worst(report: dict) -> str:

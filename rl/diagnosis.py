@@ -12,6 +12,20 @@ ONE_SIGN = 0.8
 """Share of the large differences that have the same sign: an offset above it, noise (one half) below."""
 
 
+def explain_selection(per_layer: list[dict]) -> str:
+    """Rows of the report's selection, a layer each."""
+    wrong = [row["layer"] for row in per_layer if row["disagree"] > row["near_ties"]]
+    if len(wrong) < len(per_layer):
+        return (
+            f"the indexer differs in layer{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))} only: look at "
+            "index_q_proj, index_k_proj and their norms in the tensors that differ"
+        )
+    return (
+        "every layer selects other blocks: compare sparse_attention_config on both sides (block size, top-k, init and "
+        "local blocks), the dtype of the index cache, and whether blocks count from each sequence's start"
+    )
+
+
 def explain_base(trainer: dict[str, dict], engine: dict[str, dict], mismatched: list[str]) -> str:
     """Digests with details of one worker against the trainer's, and the names that differ."""
     names = [name for name in mismatched if not name.endswith(LACKS)]

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from verl.utils.device import get_device_name
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl import adapter_files, lora, modeling, replay, stats
+from rl.models import minimax_m3
 from rl.probe import TrainerProbe
 from rl.settings import EngineSettings
 from rollout.patching import patch_target
@@ -81,11 +83,18 @@ class LockstepEngine(FSDPEngineWithLMHead):
                 "a micro-batch has no expert ids to replay: check enable_rollout_routing_replay of the engine, or set "
                 "algorithm.routing_replay=false"
             )
+        if self.settings.index_loss_coef:
+            # Normalised as the policy loss: by the response tokens of the whole batch, and against FSDP2's averaging.
+            tokens = get_non_tensor_data(micro_batch, "batch_num_tokens", None)
+            share = get_non_tensor_data(micro_batch, "dp_size", 1) / (tokens * self.trainer_model.blocks.heads)
+            minimax_m3.train_indexer(self.module, 0.0 if forward_only else self.settings.index_loss_coef * share)
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         log_probs = output["model_output"].get("log_probs")
         if log_probs is not None:
             output["metrics"].update(stats.mismatch_metrics(log_probs, micro_batch))
         output["metrics"].update(stats.routing_metrics(self.trainer_model.routing, micro_batch))
+        if self.settings.index_loss_coef and not forward_only:
+            output["metrics"].update(stats.index_metrics(minimax_m3.index_losses(self.module), micro_batch))
         return loss, output
 
     def disable_adapter(self):
@@ -104,7 +113,7 @@ class LockstepEngine(FSDPEngineWithLMHead):
         """Only adapter tensors ever leave the trainer; the engine loads the base from the same checkpoint."""
         if not base_sync_done:
             raise RuntimeError("the base is never sent to the engine: set rollout.load_format=safetensors")
-        wire = lora.wire_tensors(self.adapter_tensors(), self.trainer_model.model_type)
+        wire = lora.wire_tensors(self.adapter_tensors())
         return iter(wire.items()), lora.wire_config(self.trainer_model.spec, self.trainer_model.adapted)
 
     def save_adapter(self, folder: str) -> None:
@@ -113,7 +122,7 @@ class LockstepEngine(FSDPEngineWithLMHead):
         adapter_files.save_peft(model.model, spec, Path(folder), self.model_config.path)
         tensors = lora.engine_tensors(model.model)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            wire = lora.wire_tensors(tensors, model.model_type)
+            wire = lora.wire_tensors(tensors)
             adapter_files.save_engine_format(wire, spec, model.adapted, Path(folder) / "engine")
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **_kwargs):

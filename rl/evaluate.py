@@ -157,7 +157,7 @@ def load_adapter(engine, checkpoint: Path, settings, adapter: Path) -> None:
     from rl import lora, modeling
 
     trainer = modeling.build_from(checkpoint, replace(settings, adapter=str(adapter)))
-    wire = lora.wire_tensors(lora.engine_tensors(trainer.model), trainer.model_type)
+    wire = lora.wire_tensors(lora.engine_tensors(trainer.model))
     engine.sync_adapter(wire, lora.wire_config(trainer.spec, trainer.adapted))
 
 

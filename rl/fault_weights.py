@@ -187,7 +187,7 @@ def truncated_rank(pair):
     half = spec.rank // 2
     wire = {
         name: (tensor[:half] if "lora_A" in name else tensor[:, :half]).contiguous()
-        for name, tensor in lora.wire_tensors(lora.engine_tensors(model.model), model.model_type).items()
+        for name, tensor in lora.wire_tensors(lora.engine_tensors(model.model)).items()
     }
     pair.engine.sync_adapter(wire, lora.wire_config(spec, model.adapted) | {"r": half, "lora_alpha": half})
     try:

@@ -8,7 +8,8 @@ from torch import nn
 from quant.experts import QuantExperts
 from quant.layers import QuantLinear
 from quant.matmul import as_float
-from rl.lora import LoRAExperts, LoRALinear, whole
+from rl.lora import LoRAExperts, LoRALinear, engine_name, whole
+from rl.replay import ReplayRouter
 
 
 def _canonical(name: str) -> str:
@@ -25,7 +26,7 @@ def _typed(part: str, tensor: torch.Tensor) -> torch.Tensor:
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every frozen tensor of the trainer's model in the checkpoint's layout (collective under FSDP2)."""
     for raw_name, module in model.named_modules():
-        name = _canonical(raw_name)
+        name = engine_name(model, _canonical(raw_name))
         if isinstance(module, QuantLinear):
             data, *rest = (whole(part) for part in module.packed_bytes())
             parts = ("data", "scale") if module.format == "mxfp8" else ("packed", "scale", "global_scale")
@@ -38,6 +39,10 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 for part, attribute in (("packed", "packed"), ("scale", "scale"), ("global_scale", "global")):
                     tensor = whole(getattr(module, f"{projection}_{attribute}"))
                     yield f"{name}.{projection}_proj#{part}", _typed(part, tensor)
+        elif isinstance(module, ReplayRouter):
+            yield f"{name}.weight", module.as_stored(whole(module.weight))
+            if module.bias is not None:
+                yield engine_name(model, f"{name}.e_score_correction_bias"), module.bias
         elif not isinstance(module, LoRALinear | LoRAExperts):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:

@@ -6,6 +6,7 @@ No Ray and no server. The same model, probe and engine worker code as inside a v
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rl import lora, modeling
@@ -48,7 +49,7 @@ class InProcessSide:
         return self.engine.adapter_digests(detail)
 
     def sync(self) -> None:
-        wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model), self.trainer.model_type)
+        wire = lora.wire_tensors(lora.engine_tensors(self.trainer.model))
         self.engine.sync_adapter(wire, lora.wire_config(self.trainer.spec, self.trainer.adapted))
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
@@ -56,6 +57,9 @@ class InProcessSide:
 
     def score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
         return self.engine.score(sequences, adapter=adapter)
+
+    def selected_blocks(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        return [scored.blocks for scored in self.engine.score_with_blocks(sequences)]
 
 
 class InProcessPair:

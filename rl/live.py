@@ -1,8 +1,9 @@
 """The live trainer and engines of a verl run as the two sides of a consistency check."""
 
+import numpy as np
 import ray
 
-from rl.consistency import TrainerScore
+from rl.consistency_report import TrainerScore
 from rl.server import ADAPTER_ID
 from rollout.sampling import Sequence
 
@@ -34,8 +35,13 @@ class LiveTrainer:
     def adapter_is_zero(self) -> bool:
         return self._call("adapter_is_zero")
 
-    def score(self, sequences: list[Sequence]) -> TrainerScore:
-        return self._call("score", sequences)
+    def selects_blocks(self) -> bool:
+        return self._call("selects_blocks")
+
+    def score(
+        self, sequences: list[Sequence], blocks: list[np.ndarray] | None = None, replay_blocks: bool = False
+    ) -> TrainerScore:
+        return self._call("score", sequences, blocks, replay_blocks)
 
 
 class LiveEngine:
@@ -60,3 +66,6 @@ class LiveEngine:
 
     def score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
         return ray.get(self.servers[0].probe_score.remote(sequences, adapter))
+
+    def selected_blocks(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        return ray.get(self.servers[0].probe_blocks.remote(sequences))

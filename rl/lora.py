@@ -25,8 +25,11 @@ TARGET_GROUPS = {
     "index": ("index_q_proj", "index_k_proj"),
 }
 PEFT_PREFIX = "base_model.model."
-# transformers renamed modules of these models; vLLM keeps the checkpoint's names.
-ENGINE_PATHS = {"mixtral": {".block_sparse_moe.": ".mlp."}}
+# transformers renamed modules of these models; vLLM keeps the checkpoint's names. Ours -> the engine's.
+ENGINE_PATHS = {
+    "mixtral": {".mlp.": ".block_sparse_moe."},
+    "minimax_m3_text": {".gate.e_score_correction_bias": ".e_score_correction_bias"},
+}
 
 
 class AdapterError(ValueError):
@@ -209,6 +212,13 @@ def disabled(model: nn.Module) -> Iterator[None]:
             module.adapter = adapter
 
 
+def engine_name(model: nn.Module, name: str) -> str:
+    """The canonical name, which is the engine's, of the trainer's module or tensor `name`."""
+    for ours, theirs in ENGINE_PATHS.get(getattr(getattr(model, "config", None), "model_type", ""), {}).items():
+        name = name.replace(ours, theirs)
+    return name
+
+
 def engine_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every adapter tensor under its canonical name, as the engine must hold it (bf16, scaling folded into B).
 
@@ -216,16 +226,14 @@ def engine_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, adapter in adapters(model).items():
-        tensors.update(adapter.engine_tensors(name))
+        tensors.update(adapter.engine_tensors(engine_name(model, name)))
     return tensors
 
 
-def wire_tensors(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+def wire_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Canonical tensors -> the names and 2-D shapes that vLLM loads an adapter from, one pair an expert."""
     wire: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        for theirs, ours in ENGINE_PATHS.get(model_type, {}).items():
-            name = name.replace(ours, theirs)
         module, _, factor = name.rpartition(".")
         if tensor.dim() == 2:
             wire[f"{PEFT_PREFIX}{module}.{factor}.weight"] = tensor

@@ -15,7 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kernels.linear import linear
 from quant.experts import RoutedExperts
 from quant.modules import load_model, swap_plain_experts
-from rl import adapter_files, lora, replay
+from rl import adapter_files, block_replay, lora, replay
+from rl.models import minimax_m3  # noqa: F401 - registers the model with transformers
+from rl.models.minimax_m3_config import MODEL_TYPE as MINIMAX_M3
+from rl.models.minimax_m3_config import text_config
 from rl.settings import EngineSettings
 
 CPU_ATTENTION = "lockstep_float32"
@@ -35,10 +38,14 @@ AttentionMaskInterface.register(CPU_ATTENTION, sdpa_mask)
 
 @dataclass
 class TrainerModel:
-    """`model` (frozen base + adapters), the shared `routing` state, names of adapted modules, layers with a router."""
+    """`model` (frozen base + adapters), the shared `routing` state, names of adapted modules, layers with a router.
+
+    `blocks`: the shared state of its sparse attention, None for a model without.
+    """
 
     model: nn.Module
     routing: replay.RoutingReplay
+    blocks: block_replay.BlockReplay | None
     spec: lora.LoRASpec | None
     adapted: list[str]
     moe_layers: list[int]
@@ -94,12 +101,14 @@ def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend:
 
     Rotary frequencies stay float32 (verl's module.to(bfloat16) would round them).
     """
-    config = AutoConfig.from_pretrained(path, attn_implementation=attn_implementation)
+    config = text_config(path) or AutoConfig.from_pretrained(path)
+    config._attn_implementation = attn_implementation
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised:
-        model = load_model(path, dtype=dtype, attn_implementation=attn_implementation, backend=backend)
+        model = load_model(path, config, dtype=dtype, attn_implementation=attn_implementation, backend=backend)
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        names = {r"^language_model\.": ""} if config.model_type == MINIMAX_M3 else None
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, key_mapping=names)
     return swap_plain_experts(model, backend).requires_grad_(False)
 
 
@@ -147,4 +156,5 @@ def build(
             f"{type(model).__name__} has {layers} layers of experts, routing replay knows {len(routers)} of its routers"
         )
     experts = routers[0].weight.shape[0] if routers else 0
-    return TrainerModel(model, routing, spec, adapted, sorted(r.layer for r in routers), experts)
+    layers = sorted(router.layer for router in routers)
+    return TrainerModel(model, routing, block_replay.install(model), spec, adapted, layers, experts)

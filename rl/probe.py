@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rl import fingerprint, lora, replay
-from rl.consistency import TrainerScore
+from rl.consistency_report import TrainerScore
 from rl.modeling import TrainerModel
 from rollout.fingerprint import digests
 from rollout.sampling import Sequence
@@ -64,10 +64,19 @@ class TrainerProbe:
             bool(tensor.any()) for name, tensor in lora.engine_tensors(self.model).items() if name.endswith("B")
         )
 
+    def selects_blocks(self) -> bool:
+        return self.trainer_model.blocks is not None
+
     @torch.no_grad()
-    def score(self, sequences: list[Sequence]) -> TrainerScore:
-        """One padded forward free and one replayed; the model is left in the mode it was in."""
-        routing = self.trainer_model.routing
+    def score(
+        self, sequences: list[Sequence], blocks: list[np.ndarray] | None = None, replay_blocks: bool = False
+    ) -> TrainerScore:
+        """One padded forward free and one replayed; the model is left in the mode it was in.
+
+        `blocks`: the engine's selected blocks, int32 [tokens, layers, heads, top_k] a sequence, to compare with; with
+        `replay_blocks` the replayed forward uses them.
+        """
+        routing, selection = self.trainer_model.routing, self.trainer_model.blocks
         ids, mask = _pad([sequence.ids for sequence in sequences], self._device())
         known = None
         if self.trainer_model.moe_layers:
@@ -82,16 +91,24 @@ class TrainerProbe:
             ).to(ids.device)
         was_training, was_enabled = self.model.training, routing.enabled
         self.model.eval()
-        outcomes = []
+        outcomes, selected, flipped = [], {}, []
+        if blocks is not None:
+            selection.known = [torch.from_numpy(ids) for ids in blocks]
         try:
             for enabled in (False, True):
                 routing.begin(known)
                 routing.enabled, routing.recording, routing.margins = enabled, {}, {}
+                if blocks is not None:
+                    selection.enabled = enabled and replay_blocks
+                    selection.recording = None if enabled else {}
                 logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
                 outcomes.append((self._response_logprobs(logits, ids, sequences), routing.recording))
                 if not enabled:
                     details = routing_details(routing.recording, routing.margins, known)
+                    selected, flipped = selection.compare() if blocks is not None else ({}, [])
         finally:
+            if blocks is not None:
+                selection.enabled, selection.known, selection.recording = False, None, None
             routing.begin(None)
             routing.enabled, routing.recording, routing.margins = was_enabled, None, None
             self.model.train(was_training)
@@ -105,6 +122,12 @@ class TrainerProbe:
             tokens=rows,
             not_replayed=int(mask.sum()) - rows,
             details=details,
+            selected=selected,
+            # The log-prob of a token comes from the position before it.
+            flipped=[
+                flips[len(sequence.prompt_ids) - 1 : len(sequence.ids) - 1]
+                for flips, sequence in zip(flipped, sequences, strict=False)
+            ],
         )
 
     def _device(self) -> torch.device:

@@ -70,36 +70,62 @@ class RoutingReplay:
 
 
 class ReplayRouter(nn.Module):
-    """Wraps a softmax top-k router of transformers (`weight` [E, H], `top_k`, `norm_topk_prob`).
+    """Wraps a top-k router (`weight` [E, H], `top_k`; optional: `scoring_func` softmax or sigmoid, `norm_topk_prob`,
+    `e_score_correction_bias` [E] that moves the choice only, `routed_scaling_factor`).
 
-    Logits are the compute dtype's product, as the engine's gate is; scores, selection and gate weights are float32 and
-    the weights stay float32, as the engine's kernels keep them. Returns (logits [T, E], weights [T, K], ids [T, K]).
+    Logits are the compute dtype's product, as the engine's gate is, or float32 for a float32 weight; a frozen one is
+    held as bytes so that FSDP2 does not round it. Scores, selection and gate weights are float32, as the engine's
+    kernels keep them. Returns (logits [T, E], weights [T, K], ids [T, K]).
     """
 
     def __init__(self, router: nn.Module, replay: RoutingReplay, layer: int, matmul: Callable) -> None:
         super().__init__()
-        self.weight = router.weight
+        exact = router.weight.dtype == torch.float32
+        hidden_from_fsdp = exact and not router.weight.requires_grad
+        self.weight = as_float32_bytes(router.weight) if hidden_from_fsdp else router.weight
         self.top_k = router.top_k
         self.normalise = getattr(router, "norm_topk_prob", True)
-        self.replay, self.layer, self.matmul = replay, layer, matmul
+        self.scale = getattr(router, "routed_scaling_factor", 1.0)
+        self.score = torch.sigmoid if getattr(router, "scoring_func", "softmax") == "sigmoid" else _softmax
+        bias = getattr(router, "e_score_correction_bias", None)
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+        self.replay, self.layer = replay, layer
+        self.matmul = (lambda x, w: F.linear(x.float(), self.as_stored(w))) if exact else matmul
+
+    @staticmethod
+    def as_stored(weight: torch.Tensor) -> torch.Tensor:
+        """The router's matrix [E, H] out of the parameter that holds it."""
+        return weight.view(torch.float32) if weight.dtype == torch.uint8 else weight
 
     def forward(self, hidden_states: torch.Tensor):
-        logits = self.matmul(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
-        scores = F.softmax(logits, dtype=torch.float, dim=-1)
-        ids = self.replay.choose(self.layer, scores.topk(self.top_k, dim=-1).indices)
+        logits = self.matmul(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        scores = self.score(logits.float())
+        choice = scores if self.bias is None else scores + self.bias
+        ids = self.replay.choose(self.layer, choice.topk(self.top_k, dim=-1).indices)
         if self.replay.margins is not None and scores.shape[-1] > self.top_k:
-            last = logits.detach().float().topk(self.top_k + 1, dim=-1).values[:, -2:]
+            # By logits; a biased choice by 4 times its score, the least that its logits can differ by.
+            ranked = logits.detach().float() if self.bias is None else 4 * choice.detach()
+            last = ranked.topk(self.top_k + 1, dim=-1).values[:, -2:]
             self.replay.margins[self.layer] = last[:, 0] - last[:, 1]
         weights = scores.gather(-1, ids)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, ids
+        return logits, weights * self.scale, ids
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1)
+
+
+def as_float32_bytes(weight: torch.Tensor) -> nn.Parameter:
+    """A frozen uint8 parameter [E, 4 H] over the bytes of float32 `weight` [E, H]."""
+    return nn.Parameter(weight.detach().contiguous().view(torch.uint8), requires_grad=False)
 
 
 @torch.no_grad()
 def _check_kind(router: nn.Module, name: str) -> None:
-    """Refuse a router that computes something else than `ReplayRouter`: another score, a bias, groups of experts."""
-    refusal = f"{name}: routing replay knows softmax top-k routers, and {type(router).__name__} is another kind"
+    """Refuse a router that computes something else than `ReplayRouter`, such as groups of experts."""
+    refusal = f"{name}: routing replay knows softmax and sigmoid top-k, and {type(router).__name__} is another kind"
     if not hasattr(router, "weight") or not hasattr(router, "top_k"):
         raise ReplayError(refusal)
     plain = copy.deepcopy(router).float()

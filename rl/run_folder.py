@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from rl.config import Recipe
-from rl.consistency import ConsistencyReport
+from rl.consistency_report import ConsistencyReport
 from rl.events import METRIC_KEYS, EventLog
 
 

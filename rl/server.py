@@ -10,7 +10,15 @@ import numpy as np
 import ray
 
 from rollout.patching import patch_target
-from rollout.sampling import SCORE_TOGETHER, Sequence, check_finite, lora_request, sampling_params, scored_logprobs
+from rollout.sampling import (
+    SCORE_TOGETHER,
+    Sequence,
+    check_finite,
+    gather_blocks,
+    lora_request,
+    sampling_params,
+    scored_logprobs,
+)
 
 _module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
@@ -77,7 +85,13 @@ class LockstepServer(vLLMHttpServer):
     async def probe_score(self, sequences: list[list[int]], adapter: bool) -> list[list[float]]:
         """Log-probs of tokens 1.. of each sequence by prefill, with the adapter or without."""
 
-        async def one(ids: list[int]) -> list[float]:
+        outputs = await self._prefill(sequences, adapter)
+        return [scored_logprobs(ids, output) for ids, output in zip(sequences, outputs, strict=True)]
+
+    async def _prefill(self, sequences: list[list[int]], adapter: bool) -> list:
+        """vLLM's output of each sequence as a prompt with log-probs, SCORE_TOGETHER at a time."""
+
+        async def one(ids: list[int]):
             final = None
             generator = self.engine.generate(
                 prompt={"prompt_token_ids": ids},
@@ -87,12 +101,26 @@ class LockstepServer(vLLMHttpServer):
             )
             async for output in generator:
                 final = output
-            return scored_logprobs(ids, final)
+            return final
 
-        scores = []
+        outputs = []
         for start in range(0, len(sequences), SCORE_TOGETHER):
-            scores += await asyncio.gather(*(one(ids) for ids in sequences[start : start + SCORE_TOGETHER]))
-        return scores
+            outputs += await asyncio.gather(*(one(ids) for ids in sequences[start : start + SCORE_TOGETHER]))
+        return outputs
+
+    async def probe_blocks(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Blocks that sparse attention selects when the sequences are prefilled with the adapter."""
+        await self.engine.reset_prefix_cache()  # every position must be computed
+        await self.collective_rpc("lockstep_take_blocks")
+        await self.collective_rpc("lockstep_record_blocks", args=(True,))
+        try:
+            outputs = await self._prefill(sequences, adapter=True)
+        finally:
+            await self.collective_rpc("lockstep_record_blocks", args=(False,))
+        workers = await self.collective_rpc("lockstep_take_blocks")
+        lengths = {output.request_id: len(ids) for ids, output in zip(sequences, outputs, strict=True)}
+        blocks = gather_blocks(workers, lengths)
+        return [blocks[output.request_id] for output in outputs]
 
 
 class LockstepReplica(vLLMReplica):

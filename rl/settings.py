@@ -23,6 +23,7 @@ class EngineSettings:
     adapter: str | None
     routing_replay: bool
     seed: int
+    index_loss_coef: float = 0.0
     vocabulary: int | None = None
     """Ids from here on are padding of the embedding and have no probability; None: all are tokens."""
 

@@ -76,6 +76,13 @@ def routing_metrics(routing, micro_batch) -> dict[str, Metric]:
     return _sums(micro_batch, sums)
 
 
+def index_metrics(losses: list[torch.Tensor], micro_batch) -> dict[str, Metric]:
+    """The indexer's losses of a micro-batch, and over how many tokens (times sparse layers) they are sums."""
+    lengths = micro_batch["input_ids"].offsets().diff()
+    layers = len(losses) // max(len(lengths), 1)
+    return _sums(micro_batch, {"index_kl": sum(losses), "index_tokens": int(lengths.sum()) * layers})
+
+
 def finish(raw: dict[str, float]) -> dict:
     """Step metrics from the aggregated sums: kl_k1, kl_k3, logp_diff_mean/max, is_ratio_mean/min/max, replay shares.
 
@@ -96,6 +103,8 @@ def finish(raw: dict[str, float]) -> dict:
         out["is_ratio_max"] = get("max/ratio")
         out["entropy"] = -get("sum/rollout_logp") / tokens
         out["tokens"] = tokens
+    if get("sum/index_tokens"):
+        out["index_kl"] = get("sum/index_kl") / get("sum/index_tokens")
     if get("sum/rows"):
         out["replayed_fraction"] = get("sum/replayed") / get("sum/rows")
         known = {name.rpartition("/")[2]: rows for name, rows in raw.items() if name.startswith("sum/known/") and rows}

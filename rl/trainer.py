@@ -8,7 +8,8 @@ import time
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rl import server, stats
-from rl.consistency import ConsistencyReport, check, compare_digests, matching_digests, resolve_limits
+from rl.consistency import check, compare_digests, matching_digests
+from rl.consistency_report import ConsistencyReport, resolve_limits
 from rl.live import LiveEngine, LiveTrainer
 from rl.run_folder import RunFolder
 from rollout.patching import patch_target
@@ -92,7 +93,8 @@ class LockstepTrainer(PPOTrainerSync):
         tokens = min(recipe.consistency.probe_tokens, recipe.data.max_response_length)
         backend = self.config.actor_rollout_ref.model.lora.lockstep.backend
         limits = resolve_limits(recipe.consistency.thresholds.model_dump(), backend)
-        report = check(self.trainer_side, self.engine_side, prompts, tokens, limits, probe=probe, step=step)
+        options = {"probe": probe, "replay_blocks": recipe.consistency.replay_blocks, "step": step}
+        report = check(self.trainer_side, self.engine_side, prompts, tokens, limits, **options)
         self.folder.write_consistency(report)
         if report.verdict != "pass":
             raise GateError("; ".join([*report.reasons, *report.diagnosis]))

@@ -26,6 +26,7 @@ def engine_settings(recipe: Recipe, backend: str) -> EngineSettings:
         adapter=model.adapter,
         routing_replay=recipe.algorithm.routing_replay,
         seed=recipe.seed,
+        index_loss_coef=recipe.algorithm.index_loss_coef,
         vocabulary=tokenizer_length(Path(model.path)) if model.padded_vocab else None,
     )
 

@@ -13,6 +13,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearKernel
 
 from quant import mxfp8
+from rollout.experts import CpuExperts, CpuNvfp4Experts, swigluoai
 from rollout.patching import patch_target
 
 ir_ops = patch_target("vllm.ir:ops")
@@ -150,6 +151,11 @@ def _rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None = None):
     return normed if residual is None else (normed, total)
 
 
+def _clamped_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+    """SiluAndMulWithClamp.forward_native with the CUDA kernel's two roundings (stock: one an operation)."""
+    return swigluoai(*x.chunk(2, dim=-1), self.swiglu_limit, self.alpha, self.beta)
+
+
 def _keep_uniproc_executor(platform) -> None:
     """Let `distributed_executor_backend=uni` stand on CPU: the worker then lives in the engine process.
 
@@ -174,8 +180,6 @@ def install() -> None:
         torch.set_num_threads(int(threads))
     from vllm.platforms.interface import PlatformEnum
 
-    from rollout.experts import CpuExperts, CpuNvfp4Experts
-
     linear = "vllm.model_executor.kernels.linear"
     patch_target(f"{linear}:_POSSIBLE_MXFP8_KERNELS")[PlatformEnum.CPU] = [CpuMxfp8LinearKernel]
 
@@ -198,6 +202,9 @@ def install() -> None:
     norm = patch_target("vllm.model_executor.layers.layernorm:RMSNorm")
     patch_target("vllm.model_executor.layers.layernorm:RMSNorm.forward_native")
     norm.forward_native = _rms_norm
+    clamped = patch_target("vllm.model_executor.layers.activation:SiluAndMulWithClamp")
+    patch_target("vllm.model_executor.layers.activation:SiluAndMulWithClamp.forward_native")
+    clamped.forward_native = _clamped_swiglu
     # The CPU kernel rounds once; the CUDA kernel and Hugging Face round every product, as forward_native does.
     rotary = patch_target("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding")
     rotary.forward_cpu = patch_target("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_native")

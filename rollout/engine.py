@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollout.sampling import SCORE_TOGETHER, Sequence, lora_request, sampling_params, scored_logprobs
+from rollout.sampling import (
+    SCORE_TOGETHER,
+    ScoredSequence,
+    Sequence,
+    gather_blocks,
+    lora_request,
+    sampling_params,
+    scored_logprobs,
+)
 
 ADAPTER_ID = 1
 
@@ -119,16 +127,42 @@ class InProcessEngine:
             )
         return sampled
 
-    def score(self, sequences: list[list[int]], adapter: bool = True) -> list[list[float]]:
-        """Log-probs of tokens 1.. of each sequence, by prefill."""
-        scores = []
+    def _prefill(self, sequences: list[list[int]], adapter: bool) -> list:
+        """A RequestOutput with prompt log-probs of each sequence, SCORE_TOGETHER at a time."""
+        outputs = []
         for start in range(0, len(sequences), SCORE_TOGETHER):
-            part = sequences[start : start + SCORE_TOGETHER]
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": ids} for ids in part],
+            outputs += self.llm.generate(
+                [{"prompt_token_ids": ids} for ids in sequences[start : start + SCORE_TOGETHER]],
                 sampling_params(max_tokens=1, prompt_logprobs=0),
                 lora_request=lora_request(ADAPTER_ID) if adapter else None,
                 use_tqdm=False,
             )
-            scores += [scored_logprobs(ids, output) for ids, output in zip(part, outputs, strict=True)]
-        return scores
+        return outputs
+
+    def score(self, sequences: list[list[int]], adapter: bool = True) -> list[list[float]]:
+        """Log-probs of tokens 1.. of each sequence, by prefill."""
+        outputs = self._prefill(sequences, adapter)
+        return [scored_logprobs(ids, output) for ids, output in zip(sequences, outputs, strict=True)]
+
+    def score_with_blocks(self, sequences: list[list[int]], adapter: bool = True) -> list[ScoredSequence]:
+        """`score`, with the experts and sparse attention blocks that the engine chose for every token.
+
+        Only for a model with MiniMax Sparse Attention, on one worker. Cached prefixes are dropped first, so that every
+        position is computed; prefill may be chunked.
+        """
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc("lockstep_take_blocks")
+        self.llm.collective_rpc("lockstep_record_blocks", args=(True,))
+        try:
+            outputs = self._prefill(sequences, adapter)
+        finally:
+            self.llm.collective_rpc("lockstep_record_blocks", args=(False,))
+        workers = self.llm.collective_rpc("lockstep_take_blocks")
+        if len(workers) != 1:
+            raise ValueError(f"selected blocks can be read from one worker, and this engine has {len(workers)}")
+        lengths = {output.request_id: len(ids) for ids, output in zip(sequences, outputs, strict=True)}
+        blocks = gather_blocks(workers[0], lengths)
+        return [
+            ScoredSequence(scored_logprobs(ids, output), output.outputs[0].routed_experts, blocks[output.request_id])
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]

@@ -65,6 +65,13 @@ class _Layout:
         return out
 
 
+def swigluoai(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float, beta: float) -> torch.Tensor:
+    """Clamped SwiGLU of bf16 halves, bf16(bf16(g sigmoid(alpha g)) (u + beta)): the roundings of vLLM's CUDA kernel."""
+    gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+    gated = (gate * torch.sigmoid(alpha * gate)).to(torch.bfloat16).float()
+    return (gated * (up + beta)).to(torch.bfloat16)
+
+
 class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     """bf16 experts [E, 2I, H] and [E, H, I] (gate rows before up rows) with an optional adapter."""
 
@@ -86,7 +93,7 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation == MoEActivation.SILU
+        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
     @staticmethod
     def _supports_quant_scheme(weight_key, activation_key) -> bool:
@@ -135,6 +142,14 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
             y[..., offset : offset + delta.shape[-1]] += delta
             offset += delta.shape[-1]
 
+    def _activate(self, gate: torch.Tensor, up: torch.Tensor, activation: MoEActivation) -> torch.Tensor:
+        if activation == MoEActivation.SILU:
+            return F.silu(gate) * up
+        config = self.activation_config
+        if config.clamp_limit is None:
+            raise ValueError("swigluoai needs a clamp limit, and the model's configuration has none")
+        return swigluoai(gate, up, config.clamp_limit, config.alpha, config.beta)
+
     def _adapter_mask(self, layout: _Layout, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
         """(whether any pair uses the adapter, mask in the layout or None when all do); one adapter slot only."""
         context = self._lora_context
@@ -172,7 +187,7 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
             context = self._lora_context
             self._add_lora(gate_up, x, layout, context.w13_lora_a_stacked, context.w13_lora_b_stacked, mask)
         gate, up = gate_up.chunk(2, dim=-1)
-        hidden = F.silu(gate) * up
+        hidden = self._activate(gate, up, activation)
         down = layout.linear(hidden, w2_weight)
         if any_lora:
             self._add_lora(down, hidden, layout, context.w2_lora_a_stacked, context.w2_lora_b_stacked, mask)

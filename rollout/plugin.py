@@ -15,6 +15,7 @@ def register() -> None:
     mapper = patch_target("vllm.model_executor.models.utils:WeightsMapper")
     if not hasattr(mapper, "get_unstacked_mapper"):
         mapper.get_unstacked_mapper = patch_target("vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper")
+    _register_minimax_m3()
     if platform.is_cpu():
         from rollout import cpu
 
@@ -24,3 +25,17 @@ def register() -> None:
 
         marlin.install()
     _registered = True
+
+
+def _register_minimax_m3() -> None:
+    """Text-only MiniMax-M3: its configuration for AutoConfig, and the model with LoRA instead of vLLM's own."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from rollout.patching import patch_target
+
+    models = patch_target("vllm.model_executor.models.registry:ModelRegistry")
+    models.register_model("MiniMaxM3SparseForCausalLM", "rollout.minimax_m3:MiniMaxM3ForCausalLM")
+    # The trainer may have registered a class of its own in this process: it stays.
+    config = patch_target("vllm.transformers_utils.configs.minimax_m3:MiniMaxM3TextConfig")
+    if config.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(config.model_type, config)

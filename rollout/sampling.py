@@ -25,6 +25,38 @@ class Sequence:
         return self.prompt_ids + self.response_ids
 
 
+@dataclass
+class ScoredSequence:
+    """A sequence of n tokens as the engine scored it by prefill: log-probs of tokens 1.. [n - 1], expert ids
+    [n, L, K] (or None), selected blocks int32 [n, sparse layers, index heads, top_k], -1 for none."""
+
+    logprobs: list[float]
+    routed_experts: np.ndarray | None
+    blocks: np.ndarray
+
+
+def gather_blocks(records: list[dict], lengths: dict[str, int]) -> dict[str, np.ndarray]:
+    """Selected blocks by request, from `EngineWorker.lockstep_take_blocks`.
+
+    `lengths` are the tokens of each request of interest. Returns int32 [length, sparse layers, index heads, top_k] a
+    request, layers in the order of the model, -1 where the engine computed nothing.
+    """
+    if not records:
+        raise ValueError("the engine recorded no forward call")
+    layers = {layer: i for i, layer in enumerate(sorted({record["layer"] for record in records}))}
+    shape = (len(layers), *records[0]["blocks"].shape[1:])
+    found = {request: np.full((length, *shape), -1, dtype=np.int32) for request, length in lengths.items()}
+    for record in records:
+        for row, engine_id in enumerate(record["request_ids"]):
+            request = engine_id.rpartition("-")[0]  # vLLM adds a random suffix to the caller's id
+            tokens = record["requests"] == row
+            if request in found and tokens.any():
+                positions, blocks = record["positions"][tokens], record["blocks"][tokens]
+                inside = positions < lengths[request]
+                found[request][positions[inside], layers[record["layer"]]] = blocks[inside]
+    return found
+
+
 def sampling_params(**values):
     """vllm.SamplingParams(**values)."""
     from vllm import SamplingParams

@@ -25,8 +25,7 @@ class SyncError(EngineError):
 
 def canonical_name(name: str) -> str:
     """Engine module or parameter name without the segments that LoRA and the MoE runner add."""
-    name = name.replace(".base_layer", "").replace(".routed_experts", "")
-    return name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral, as transformers names its modules
+    return name.replace(".base_layer", "").replace(".routed_experts", "")
 
 
 def _row_parts(model: nn.Module, name: str, module: nn.Module, rows: int) -> list[tuple[str, int]]:
@@ -35,7 +34,13 @@ def _row_parts(model: nn.Module, name: str, module: nn.Module, rows: int) -> lis
     parts = getattr(model, "packed_modules_mapping", {}).get(leaf)
     if parts is None:
         return [(name, rows)]
-    return [(f"{parent}.{part}", size) for part, size in zip(parts, module.output_partition_sizes, strict=True)]
+    sizes = module.output_partition_sizes
+    return [(f"{parent}.{part}", size) for part, size in zip(_fused(parts, len(sizes)), sizes, strict=True)]
+
+
+def _fused(parts: list[str], count: int) -> list[str]:
+    """The parts of one fused module: MiniMax-M3's dense layers lack the last two that its sparse layers fuse."""
+    return parts[:3] if (count, len(parts)) == (3, 5) else parts
 
 
 def _linear_tensors(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,23 +129,24 @@ def _layer_tensors(name: str, manager, layer: nn.Module, weights, slot: int, ran
             yield f"{name}.{part}.lora_A", a[slot, :, :rank]
             yield f"{name}.{part}.lora_B", b[slot, :, :, :rank]
         return
-    parts = manager.packed_modules_mapping.get(leaf, [leaf])
-    given = weights.lora_a if isinstance(weights.lora_a, list) else [weights.lora_a]
+    parts = _fused(manager.packed_modules_mapping.get(leaf, [leaf]), len(layer.lora_a_stacked))
+    given = weights.lora_a[: len(parts)] if isinstance(weights.lora_a, list) else [weights.lora_a]
     for part, source, a, b in zip(parts, given, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
         if source is not None:  # a fused matrix of which the adapter targets other parts
             yield f"{parent}.{part}.lora_A", a[slot, 0, :rank]
             yield f"{parent}.{part}.lora_B", b[slot, 0, :, :rank]
 
 
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "index_q_proj", "gate_proj", "up_proj")
+KEY_PARALLEL = ("k_proj", "v_proj", "index_q_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 def shard_of(name: str, shape: tuple[int, ...], rank: int, kv_replicas: int, vocabulary_start: int) -> dict | None:
     """Which part of a whole tensor `rank` holds (`fingerprint.cut`), by its canonical name; None: all of it.
 
-    Outputs of q, k, v, gate and up and rows of embeddings are divided, inputs of o and down; an adapter's factor
-    follows the side of its matrix that is divided. A wrong answer cannot pass: the hashes would differ.
+    Outputs of q, k, v, index_q, gate and up and rows of embeddings are divided, inputs of o and down; an adapter's
+    factor follows the side of its matrix that is divided. A wrong answer cannot pass: the hashes would differ.
     """
     module, _, leaf = name.partition("#")[0].rpartition(".")
     projection = module.rpartition(".")[2] if leaf in ("weight", "bias", "lora_A", "lora_B") else leaf
@@ -156,7 +162,7 @@ def shard_of(name: str, shape: tuple[int, ...], rank: int, kv_replicas: int, voc
         dim = 1
     else:
         return None
-    part = rank // kv_replicas if projection in ("k_proj", "v_proj") else rank
+    part = rank // kv_replicas if projection in KEY_PARALLEL else rank
     length = shape[dim] // 2 if projection == "gate_up_proj" else shape[dim]
     return {"dim": dim, "start": part * length, "stop": (part + 1) * length, "halves": projection == "gate_up_proj"}
 
@@ -196,6 +202,23 @@ class EngineWorker:
             return logits
 
         model.compute_logits = limited
+
+    def lockstep_record_blocks(self, on: bool) -> None:
+        """Note the blocks that every sparse attention layer selects (`attention.BlockRecorder`), or stop."""
+        if on:
+            if not hasattr(self, "_lockstep_blocks"):
+                from rollout.attention import BlockRecorder
+
+                self._lockstep_blocks = BlockRecorder(self.model_runner)
+            self._lockstep_blocks.start()
+        elif hasattr(self, "_lockstep_blocks"):
+            self._lockstep_blocks.stop()
+
+    def lockstep_take_blocks(self) -> list[dict]:
+        """Records since the last call, one a forward call and layer: {"layer": of the model, "request_ids": list of
+        str, "requests": int32 [T] (of request_ids), "positions": int64 [T], "blocks": int32 [T, Hi, K], -1 for none}.
+        """
+        return self._lockstep_blocks.take() if hasattr(self, "_lockstep_blocks") else []
 
     def lockstep_load_adapter(self, adapter_id: int, tensors: dict[str, torch.Tensor], config: dict) -> None:
         """Replace adapter `adapter_id` by `tensors` (vLLM's adapter names) from memory and activate it.

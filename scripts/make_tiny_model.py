@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 EXAMPLES = """examples:
   python scripts/make_tiny_model.py --out assets/tiny_math --overwrite   # as committed, about 10 minutes on two cores
+  python scripts/make_tiny_model.py --out assets/tiny_m3 --size tiny_m3 --overwrite   # about 40 minutes on two cores
   python scripts/make_tiny_model.py --out /tmp/tiny --seed 1
   python scripts/make_tiny_model.py --out /tmp/mid --size mid --device cuda --steps 300
   python scripts/make_tiny_model.py --out /tmp/rough --minutes 2         # a rough model, quickly
@@ -36,7 +37,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; bad usage ends with exit 2."""
     parser = argparse.ArgumentParser(
         prog="make_tiny_model.py",
-        description="Train a small Qwen3-MoE on arithmetic word problems, write it in bf16 and quantised.",
+        description="Train a small Qwen3-MoE on word problems, or a small MiniMax-M3 on long ones; write it in "
+        "bf16 and quantised.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,7 +47,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", metavar="N", type=positive(int), help="training steps (default: as committed)")
     length.add_argument("--minutes", metavar="M", type=positive(float), help="limit of the training's wall time")
-    parser.add_argument("--size", choices=("tiny", "mid"), default="tiny", help="2.7 or 29 M parameters")
+    parser.add_argument(
+        "--size",
+        choices=("tiny", "mid", "tiny_m3"),
+        default="tiny",
+        help="Qwen3-MoE of 2.7 (default) or 29 M parameters, or MiniMax-M3 of 5 M",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--threads", metavar="N", type=positive(int), help="CPU threads (default: torch's choice)")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if this script made it")
@@ -67,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
+    from rl.models.tiny_m3 import LongPlan
     from rl.models.tiny_training import Plan
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -75,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    plan = Plan(seed=args.seed, size=args.size)
+    plan = LongPlan(seed=args.seed) if args.size == "tiny_m3" else Plan(seed=args.seed, size=args.size)
     if args.steps:
         plan = replace(plan, steps=args.steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed

@@ -11,7 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.adapter_files import save_engine_format
-from rl.consistency import check, resolve_limits
+from rl.consistency import check
+from rl.consistency_report import resolve_limits
 from rl.in_process import InProcessPair
 from rl.lora import adapters, engine_tensors, wire_tensors
 from rl.replay import layout
@@ -87,9 +88,7 @@ def main() -> None:
     second = check(pair.probe, pair.engine_side, inputs, 24, limits, probe=False, step=1)
     model = pair.trainer_model
     with tempfile.TemporaryDirectory() as folder:
-        save_engine_format(
-            wire_tensors(engine_tensors(model.model), model.model_type), model.spec, model.adapted, Path(folder)
-        )
+        save_engine_format(wire_tensors(engine_tensors(model.model)), model.spec, model.adapted, Path(folder))
         sent = pair.engine.adapter_digests()
         pair.engine.load_adapter(Path(folder))
         from_disk = pair.engine.adapter_digests()

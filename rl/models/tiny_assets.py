@@ -1,4 +1,4 @@
-"""Makes the folder that ``make train`` starts from: the tiny model's checkpoints, its problems and how it was trained.
+"""Makes a folder that ``make train`` starts from: a tiny model's checkpoints, its problems and how it was trained.
 
 bf16/            the checkpoint as Hugging Face has it
 nvfp4_mxfp8/     the same in the served formats: the trainer's frozen base and what the engine loads
@@ -12,21 +12,45 @@ torch is imported only once there is something to train or to load, so that a wr
 import json
 import os
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl import tiny_math
 from rl.data import write_rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from rl.models.tiny_training import Plan
 
 TRAIN_ROWS, TEST_ROWS = 4096, 256
 BF16, QUANTISED = "bf16", "nvfp4_mxfp8"
 CONTENTS = frozenset({BF16, QUANTISED, "train.parquet", "test.parquet", "training.json"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between tiny models: their problems, network and training."""
+
+    generate: Callable[[str, int, int], list]
+    """(split, count, seed) -> problems."""
+    to_rows: Callable[[list, str], list[dict]]
+    build_tokenizer: Callable[[int], "PreTrainedTokenizerFast"]
+    build_model: Callable[["PreTrainedTokenizerFast", "Plan"], "PreTrainedModel"]
+    train: Callable[..., dict]
+    """(model, tokenizer, plan, minutes, show_progress) -> what was seen."""
+    evaluate: Callable[..., dict]
+    """(model, tokenizer, problems, seed) -> accuracies."""
+
+
+def family_of(size: str) -> Family:
+    """The family of a `Plan.size`."""
+    if size == "tiny_m3":
+        from rl.models.tiny_m3 import FAMILY
+    else:
+        from rl.models.tiny_training import FAMILY
+    return FAMILY
 
 
 def check_target(out: Path, overwrite: bool) -> None:
@@ -79,46 +103,57 @@ def make_assets(
 
 def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool, device: str) -> dict:
     from quant.checkpoint import quantize_checkpoint
-    from rl.models.tiny import build_model, build_tokenizer, evaluate
-    from rl.models.tiny_training import train
 
-    train_problems = tiny_math.generate("train", TRAIN_ROWS, plan.seed)
-    test_problems = tiny_math.generate("test", TEST_ROWS, plan.seed)
-    write_rows(tiny_math.to_rows(train_problems, "train"), folder / "train.parquet")
-    write_rows(tiny_math.to_rows(test_problems, "test"), folder / "test.parquet")
-    tokenizer = build_tokenizer(plan.seed)
-    model = build_model(tokenizer, plan.seed, plan.size).to(device)
+    family = family_of(plan.size)
+    train_problems = family.generate("train", TRAIN_ROWS, plan.seed)
+    test_problems = family.generate("test", TEST_ROWS, plan.seed)
+    write_rows(family.to_rows(train_problems, "train"), folder / "train.parquet")
+    write_rows(family.to_rows(test_problems, "test"), folder / "test.parquet")
+    tokenizer = family.build_tokenizer(plan.seed)
+    model = family.build_model(tokenizer, plan).to(device)
     summary = {"parameters": model.num_parameters(), "vocab_size": len(tokenizer)}
-    summary |= train(model, tokenizer, plan, minutes, show_progress)
+    summary |= family.train(model, tokenizer, plan, minutes, show_progress)
     _save(model.cpu(), tokenizer, folder / BF16)
     quantize_checkpoint(folder / BF16, folder / QUANTISED, progress=False)
     for name in (BF16, QUANTISED):
         model = load_plain(folder / name).to(device)
-        summary[name] = asdict(evaluate(model, tokenizer, test_problems, seed=plan.seed))
+        summary[name] = family.evaluate(model, tokenizer, test_problems, plan.seed)
     (folder / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def _save(model: "Qwen3MoeForCausalLM", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
-    """Rounds to bf16 and saves, with the end-of-turn token as the only stop and no sampling settings."""
-    model = model.bfloat16()
+def _save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
+    """Rounds to bf16 and saves, with the end-of-turn token as the only stop and no sampling settings.
+
+    What the model keeps in float32 (a router, its selection bias) is saved so.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    for name, parameter in model.named_parameters():
+        if not any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
+            parameter.data = parameter.data.bfloat16()
+    model.config.dtype = torch.bfloat16
+    if model.generation_config is None:
+        model.generation_config = GenerationConfig()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def load_plain(folder: Path) -> "Qwen3MoeForCausalLM":
+def load_plain(folder: Path) -> "PreTrainedModel":
     """A checkpoint of either format as a plain float32 model: stored weights, decoded exactly, float32 arithmetic."""
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from quant.checkpoint import decoded_state
+    from quant.modules import swap_modules
+    from rl.models import minimax_m3  # noqa: F401 - registers the model with transformers
 
-    config = Qwen3MoeConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is None:
-        return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     del config.quantization_config  # the weights are decoded here, so that transformers needs no quantiser
-    model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    model.load_state_dict(decoded_state(folder, torch.float32))
-    return model
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return swap_modules(model, decoded_state(folder, torch.float32))

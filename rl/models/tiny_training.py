@@ -9,17 +9,18 @@ Shape suffixes: B sequences, T tokens of a sequence, N labelled tokens of a batc
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rl import tiny_math
-from rl.models.tiny import prompt_ids
+from rl.models.tiny import build_model, build_tokenizer, evaluate, prompt_ids
+from rl.models.tiny_assets import Family
 
 IGNORE = -100  # the label that torch's cross-entropy skips
 
@@ -78,9 +79,15 @@ def calculations(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int,
         yield Batch(ids_BT[:, :-1], ids_BT.masked_fill(~shown_BT, IGNORE)[:, 1:])
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int, slip_rate: float) -> Iterator[Batch]:
+def demonstrations(
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    batch_size: int,
+    slip_rate: float,
+    stream: Iterator[tiny_math.Problem] | None = None,
+) -> Iterator[Batch]:
     """Endless batches of chat demonstrations, loss on the response only; sequences of like length share a batch."""
-    stream = tiny_math.stream("train", seed)
+    stream = tiny_math.stream("train", seed) if stream is None else stream
     rng = random.Random(f"demonstrations:{seed}")
     while True:
         problems = list(islice(stream, 8 * batch_size))
@@ -136,7 +143,8 @@ class Muon(torch.optim.Optimizer):
         """One update from the gradients in ``.grad``."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = parameter.grad
+                if (gradient := parameter.grad) is None:
+                    continue
                 average = self.state[parameter].setdefault("momentum", torch.zeros_like(gradient))
                 average.lerp_(gradient, 1 - group["momentum"])
                 update = _orthogonal(gradient.lerp(average, group["momentum"]))
@@ -156,13 +164,13 @@ def _orthogonal(matrix_RC: torch.Tensor, iterations: int = 5) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def _optimizers(model: Qwen3MoeForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+def _optimizers(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices; AdamW for embeddings, head, routers and norms (norms without weight decay)."""
     matrices, others, norms = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             norms.append(parameter)
-        elif ".layers." in name and not name.endswith("mlp.gate.weight"):
+        elif ".layers." in name and not name.endswith(".gate.weight"):
             matrices.append(parameter)
         else:
             others.append(parameter)
@@ -185,42 +193,70 @@ def train(
     minutes: float | None = None,
     show_progress: bool = True,
 ) -> dict:
-    """Trains ``model`` in place, where it lies, and returns the plan with what was seen, for training.json.
+    """Trains ``model`` in place, where it lies; see ``fit``."""
+    plain = calculations(tokenizer, plan.seed + 1, plan.batch_size)
+    chats = demonstrations(tokenizer, plan.seed + 2, plan.batch_size, plan.slip_rate)
+
+    def step(done: float) -> tuple[int, float, float]:
+        batch = next(plain if done < plan.calculation_share else chats)
+        loss, balance = losses(model, batch)
+        (loss + plan.balance * balance).backward()
+        return batch.input_ids.numel(), loss.item(), balance.item()
+
+    return fit(model, step, plan, minutes, show_progress)
+
+
+def fit(
+    model: PreTrainedModel,
+    step: Callable[[float], tuple[int, float, float]],
+    plan: "Plan",
+    minutes: float | None = None,
+    show_progress: bool = True,
+) -> dict:
+    """Trains ``model`` in place and returns the plan with what was seen, for training.json.
 
     Args:
+        step: given the share of the training that is done, runs a batch forward and backward and returns its tokens,
+            loss and balance.
         minutes: a limit in wall-clock minutes; the schedule is shortened to meet it, and the result then depends on
             the machine's speed. None: exactly ``plan.steps`` steps, the same on every run on one machine.
     """
     model.train()
     optimizers = _optimizers(model, plan)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    plain = calculations(tokenizer, plan.seed + 1, plan.batch_size)
-    chats = demonstrations(tokenizer, plan.seed + 2, plan.batch_size, plan.slip_rate)
-    started, step, tokens, done, smooth = time.monotonic(), 0, 0, 0.0, None
+    started, steps, tokens, done, smooth = time.monotonic(), 0, 0, 0.0, None
     with tqdm(total=plan.steps, desc="train", unit="step", disable=not show_progress) as bar:
         while done < 1.0:
-            batch = next(plain if done < plan.calculation_share else chats)
             for group, peak in peaks:
                 group["lr"] = peak * _schedule(done, plan.warmup)
-            loss, balance = losses(model, batch)
-            (loss + plan.balance * balance).backward()
+            seen, loss, balance = step(done)
             torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            step, tokens = step + 1, tokens + batch.input_ids.numel()
-            smooth = loss.item() if smooth is None else 0.95 * smooth + 0.05 * loss.item()
+            steps, tokens = steps + 1, tokens + seen
+            smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
             elapsed = time.monotonic() - started
-            done = max(step / plan.steps, elapsed / (60 * minutes) if minutes else 0.0)
+            done = max(steps / plan.steps, elapsed / (60 * minutes) if minutes else 0.0)
             bar.set_postfix(loss=f"{smooth:.3f}", tokens_per_s=f"{tokens / elapsed:.0f}", refresh=False)
             bar.update()
     model.eval()
     return {
         "plan": asdict(plan),
         "device": model.device.type,
-        "steps": step,
+        "steps": steps,
         "tokens": tokens,
         "seconds": round(time.monotonic() - started, 1),
         "loss": round(smooth, 4),
-        "balance": round(balance.item(), 4),
+        "balance": round(balance, 4),
     }
+
+
+FAMILY = Family(
+    generate=tiny_math.generate,
+    to_rows=tiny_math.to_rows,
+    build_tokenizer=build_tokenizer,
+    build_model=lambda tokenizer, plan: build_model(tokenizer, plan.seed, plan.size),
+    train=train,
+    evaluate=lambda model, tokenizer, problems, seed: asdict(evaluate(model, tokenizer, problems, seed=seed)),
+)
