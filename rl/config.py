@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-INPUT_PATHS = ("model.path", "model.adapter", "data.train", "data.val")
+INPUT_PATHS = ("model.path", "model.shape", "model.adapter", "data.train", "data.val")
 
 
 class ConfigError(ValueError):

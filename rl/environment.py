@@ -66,7 +66,7 @@ def devices() -> list[str]:
     listing = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     if listing:
         return listing.splitlines()
-    return [f"CPU, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB ({_cpu_name()})"]
+    return [f"CPU, {len(os.sched_getaffinity(0))} cores, {memory_gib():.0f} GiB ({_cpu_name()})"]
 
 
 def _cpu_name() -> str:
@@ -76,7 +76,8 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _memory_gib() -> float:
+def memory_gib() -> float:
+    """RAM of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 

@@ -23,16 +23,16 @@ from rl.config import (
     REPO_ROOT,
     ConfigError,
     Recipe,
-    dump_yaml,
     find_path,
     load_recipe,
     run_root,
     with_absolute_paths,
 )
+from rl.dry_run import dry_run
 from rl.environment import describe
 from rl.events import STACKS_PREFIX, JsonlFollower, read_jsonl
 from rl.failure import log_excerpt
-from rl.preflight import Preflight, preflight
+from rl.preflight import Preflight, check_plan, preflight
 from rl.processes import Process, RunProcesses, die_with_parent, environment, process_start_time
 from rl.progress import Progress, count, duration, percent
 from rl.report import write_report
@@ -68,16 +68,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("train_grpo.py", "Train a recipe with GRPO.", EXAMPLES)
     parser.add_argument("--config", required=True, metavar="NAME", help="recipe in recipes/, or a path to one")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print recipe, verl's configuration, plan; start nothing"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     args = parser.parse_intermixed_args(argv)
     started = process_start_time()
     try:
         recipe = load_recipe(args.config, args.overrides)
         if args.dry_run:
-            print(dump_yaml(recipe), end="")
+            dry_run(recipe)
             return 0
         resume_from = find_resume(recipe)
+        check_plan(recipe)
         checked = preflight(recipe)
         run_dir, run_id = make_run(recipe)
     except ConfigError as error:

@@ -2,14 +2,16 @@
 
 They are for a tiny model with block-sparse attention, which must find the right blocks before it can calculate. The
 calculations are those of `rl.tiny_math`: same kinds, steps, solutions, demonstrations, and the same held-out numbers.
-Only the numbers are retrieved here: each is the one number that the text gives a person whom the question names.
+Only the numbers are retrieved here: each is the one number that the text gives a person whom the question names, and
+a solution says them again before it calculates.
 
 A text is an opening, `sentences` sentences in random order, and the question. Each sentence is a fact, "Tom has 34
 apples.", or a filler without names and numbers. No name has two facts, so the name is the key of its number.
 """
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rl import tiny_math
@@ -108,6 +110,13 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class LongProblem(Problem):
+    """A problem with the facts that its question asks for: (name, number), in the question's order."""
+
+    facts: tuple[tuple[str, int], ...] = ()
+
+
 def _filler(rng: random.Random) -> str:
     return rng.choice(FILLERS).format(
         place=rng.choice(PLACES), colour=rng.choice(COLOURS), weather=rng.choice(WEATHER), time=rng.choice(TIMES)
@@ -128,7 +137,7 @@ def _fact(name: str, number: int, thing: str) -> str:
     return f"{name} has {number} {thing}."
 
 
-def _draw(rng: random.Random, split: str, count: int) -> Problem:
+def _draw(rng: random.Random, split: str, count: int) -> LongProblem:
     """A problem of ``count`` sentences."""
     kind = rng.choice(tuple(QUESTIONS))
     operands = KINDS[kind].draw(rng)
@@ -139,15 +148,17 @@ def _draw(rng: random.Random, split: str, count: int) -> Problem:
     names = rng.sample(NAMES, len(NAMES))
     thing = rng.choice(OBJECTS)
     asked, others = names[: len(question.hidden)], names[len(question.hidden) :]
-    facts = [_fact(name, numbers[operand], thing) for name, operand in zip(asked, question.hidden, strict=True)]
-    sentences = facts + _distractors(rng, count - len(facts), others)
+    facts = tuple((name, numbers[operand]) for name, operand in zip(asked, question.hidden, strict=True))
+    sentences = [_fact(name, number, thing) for name, number in facts]
+    sentences += _distractors(rng, count - len(facts), others)
     rng.shuffle(sentences)
     asks = question.text.format(o=thing, **dict(zip("nmk", asked, strict=False)), **numbers)
     steps = KINDS[kind].steps(*operands)
-    return Problem(kind, operands, " ".join([OPENING, *sentences, asks]), steps, tiny_math._run(steps))
+    text = " ".join([OPENING, *sentences, asks])
+    return LongProblem(kind, operands, text, steps, tiny_math.run(steps), facts)
 
 
-def stream(split: str, seed: int, sentences: tuple[int, int] = LONG) -> Iterator[Problem]:
+def stream(split: str, seed: int, sentences: tuple[int, int] = LONG) -> Iterator[LongProblem]:
     """Endless problems of one split, texts may repeat; each has ``sentences`` = (fewest, most) sentences, uniformly.
 
     Raises:
@@ -163,14 +174,34 @@ def stream(split: str, seed: int, sentences: tuple[int, int] = LONG) -> Iterator
         yield _draw(rng, split, rng.randint(fewest, most))
 
 
-def generate(split: str, count: int, seed: int = 0, sentences: tuple[int, int] = LONG) -> list[Problem]:
+def generate(split: str, count: int, seed: int = 0, sentences: tuple[int, int] = LONG) -> list[LongProblem]:
     """``count`` problems of one split with distinct texts, in an order fixed by ``seed``."""
-    found: dict[str, Problem] = {}
+    found: dict[str, LongProblem] = {}
     for problem in stream(split, seed, sentences):
         if len(found) >= count:
             break
         found.setdefault(problem.text, problem)
     return list(found.values())
+
+
+def recall(facts: Iterable[tuple[str, int]]) -> str:
+    """The facts in one line, as solutions say them: "Here Tom has 34, Ann has 12."."""
+    return "Here " + ", ".join(f"{name} has {number}" for name, number in facts) + "."
+
+
+def facts_of(text: str) -> list[tuple[str, int]]:
+    """Every fact (name, number) of a problem's text, in its order."""
+    return [(name, int(number)) for name, number in re.findall(r"([A-Z][a-z]+) has (\d+) [a-z]+\.", text)]
+
+
+def worked_solution(problem: LongProblem) -> str:
+    """The right solution: the facts, one line a step, then ``Answer: N``."""
+    return f"{recall(problem.facts)}\n{tiny_math.worked_solution(problem)}"
+
+
+def demonstration(problem: LongProblem, rng: random.Random, slip_rate: float = tiny_math.SLIP_RATE) -> str:
+    """A solution as scraped text has it: right facts, and results in which any digit may be wrong."""
+    return f"{recall(problem.facts)}\n{tiny_math.demonstration(problem, rng, slip_rate)}"
 
 
 def to_rows(problems: list[Problem], split: str) -> list[dict]:

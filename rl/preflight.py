@@ -15,6 +15,7 @@ from typing import Any
 
 from rl.config import REPO_ROOT, ConfigError, Recipe, find_path
 from rl.environment import gpu_count
+from rl.plan_fit import refusal
 
 SUPPORTED_FORMATS = ("nvfp4-pack-quantized", "mxfp8-quantized")
 """compressed-tensors formats that both sides read; mixed-precision is a checkpoint with several of them."""
@@ -85,6 +86,24 @@ def check_launcher() -> None:
             )
 
 
+def check_plan(recipe: Recipe) -> None:
+    """Refuse a training run that cannot fit this machine, as far as the model's configuration is known.
+
+    No part of `preflight`, which also precedes checks and evaluations: they need less.
+    """
+    line = refusal(recipe)
+    if line is None:
+        return
+    folder = find_path(recipe.model.path)
+    if not folder.is_dir():
+        line = f"{_no_folder(recipe.model.path)}; {line}"
+    raise ConfigError(line)
+
+
+def _no_folder(given: str) -> str:
+    return f"model.path = {given!r}: no such folder; download or build the checkpoint there"
+
+
 def check_devices(recipe: Recipe) -> None:
     """Refuse what these devices cannot do: Ray would wait for missing GPUs forever."""
     gpus, backend = gpu_count(), recipe.model.backend
@@ -138,7 +157,7 @@ def _pin_problem(requirement: str) -> str | None:
 def read_model_config(folder: Path, given: str) -> dict[str, Any]:
     """config.json of a checkpoint."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path = {given!r}: no such folder; download or build the checkpoint there")
+        raise ConfigError(_no_folder(given))
     config = _read_json(folder / "config.json", "this is no Hugging Face checkpoint; set model.path to one")
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{folder / 'config.json'}: model_type is missing; the checkpoint is incomplete")

@@ -41,6 +41,8 @@ class ModelConfig(Section):
 
     path: str
     """Folder of the Hugging Face checkpoint that both the trainer and the engine read."""
+    shape: str | None = None
+    """A model's config.json to plan memory with (scripts/plan.py) as long as model.path is not there."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of activations and of the tensors that are not quantised, on both sides."""
     backend: Literal["auto", "emulation", "marlin", "flashinfer_w4a4"] = "auto"
@@ -212,6 +214,10 @@ class AlgorithmConfig(Section):
     """Weight of a KL penalty against the base model."""
     routing_replay: bool = True
     """The trainer's routers take the expert ids that the engine used."""
+    index_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss that teaches the indexer of block-sparse attention what attention looks at: the KL divergence
+    of its scores from the attention probabilities over the selected blocks, a mean over index heads and, as the policy
+    loss, over response tokens (the sum is over all tokens). Needs `index` in model.lora_targets."""
 
     @model_validator(mode="after")
     def _masks_are_complete(self) -> "AlgorithmConfig":
@@ -289,7 +295,7 @@ class TrainerConfig(Section):
 
 
 class Thresholds(Section):
-    """What the consistency gate lets pass; null takes the default of the rounding backend (rl.consistency.DEFAULTS).
+    """What the consistency gate lets pass; null takes the backend's default (rl.consistency_report.DEFAULTS).
 
     Weights have no threshold: every hash must be equal.
     """
@@ -372,6 +378,17 @@ class Recipe(Section):
     def _fits_together(self) -> "Recipe":
         resolve_workers(self)
         check_batches(self)
+        adapts_index = any(target.startswith("index") for target in self.model.lora_targets)
+        if adapts_index != (self.algorithm.index_loss_coef > 0):
+            remedy = (
+                "set it above 0, or take them out"
+                if adapts_index
+                else "add index to model.lora_targets, or set it to 0"
+            )
+            raise ValueError(
+                f"algorithm.index_loss_coef = {self.algorithm.index_loss_coef}: nothing but this loss trains the index "
+                f"projections of model.lora_targets; {remedy}"
+            )
         return self
 
 

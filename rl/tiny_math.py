@@ -167,10 +167,11 @@ def _draw(rng: random.Random, split: str) -> Problem:
     numbers = dict(zip("abc", operands, strict=False))
     text = rng.choice(kind.texts).format(n=n, m=m, o=rng.choice(OBJECTS), **numbers)
     steps = kind.steps(*operands)
-    return Problem(name, operands, text, steps, _run(steps))
+    return Problem(name, operands, text, steps, run(steps))
 
 
-def _run(steps: tuple[Step, ...]) -> int:
+def run(steps: tuple[Step, ...]) -> int:
+    """The result of the last step."""
     result = 0
     for left, operation, right in steps:
         x = result if left is _PREVIOUS else left

@@ -18,6 +18,8 @@ import torch
 from kernels import msa
 from rollout.patching import patch_target
 
+tensor_parallel_size = patch_target("vllm.distributed:get_tensor_model_parallel_world_size")
+
 BLOCK = msa.BLOCK_SIZE
 ROWS_TOGETHER = 512
 """Queries of a prefill that are attended at a time; bounds the score matrix."""
@@ -307,6 +309,12 @@ class BlockRecorder:
         modules = [module for module in self.model_runner.model.modules() if isinstance(module, indexer)]
         if not modules:
             raise ValueError("this model has no sparse attention whose blocks could be recorded")
+        heads = modules[0].num_index_heads * tensor_parallel_size()
+        total = self.model_runner.model.config.num_key_value_heads
+        if heads != total:
+            raise ValueError(
+                f"{heads} index heads on all workers, {total} in the model: replicated heads are not gathered"
+            )
         self._hooks = [module.register_forward_hook(self._note) for module in modules]
 
     def stop(self) -> None:

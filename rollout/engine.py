@@ -147,7 +147,7 @@ class InProcessEngine:
     def score_with_blocks(self, sequences: list[list[int]], adapter: bool = True) -> list[ScoredSequence]:
         """`score`, with the experts and sparse attention blocks that the engine chose for every token.
 
-        Only for a model with MiniMax Sparse Attention, on one worker. Cached prefixes are dropped first, so that every
+        Only for a model with MiniMax Sparse Attention. Cached prefixes are dropped first, so that every
         position is computed; prefill may be chunked.
         """
         self.llm.reset_prefix_cache()
@@ -158,10 +158,8 @@ class InProcessEngine:
         finally:
             self.llm.collective_rpc("lockstep_record_blocks", args=(False,))
         workers = self.llm.collective_rpc("lockstep_take_blocks")
-        if len(workers) != 1:
-            raise ValueError(f"selected blocks can be read from one worker, and this engine has {len(workers)}")
         lengths = {output.request_id: len(ids) for ids, output in zip(sequences, outputs, strict=True)}
-        blocks = gather_blocks(workers[0], lengths)
+        blocks = gather_blocks(workers, lengths)
         return [
             ScoredSequence(scored_logprobs(ids, output), output.outputs[0].routed_experts, blocks[output.request_id])
             for ids, output in zip(sequences, outputs, strict=True)

@@ -35,18 +35,41 @@ class ScoredSequence:
     blocks: np.ndarray
 
 
-def gather_blocks(records: list[dict], lengths: dict[str, int]) -> dict[str, np.ndarray]:
-    """Selected blocks by request, from `EngineWorker.lockstep_take_blocks`.
+def gather_blocks(workers: list[list[dict]], lengths: dict[str, int]) -> dict[str, np.ndarray]:
+    """Selected blocks by request, from every worker's `EngineWorker.lockstep_take_blocks`.
 
-    `lengths` are the tokens of each request of interest. Returns int32 [length, sparse layers, index heads, top_k] a
-    request, layers in the order of the model, -1 where the engine computed nothing.
+    `lengths` are the tokens of each request of interest. Tensor-parallel workers hold the index heads in their order.
+    Returns int32 [length, sparse layers, index heads, top_k] a request, layers in the order of the model, -1 where the
+    engine computed nothing.
     """
+    parts = [_of_worker(records, lengths) for records in workers]
+    return {request: np.concatenate([part[request] for part in parts], axis=2) for request in lengths}
+
+
+def packed(record: dict[str, np.ndarray]) -> dict:
+    """A record whose arrays (`requests` [T], `positions` [T], `blocks` [T, Hi, K]) are int32 bytes, as vLLM's calls of
+    a worker let them through."""
+    arrays = {name: np.ascontiguousarray(record[name], dtype=np.int32) for name in ("requests", "positions", "blocks")}
+    return {
+        **record,
+        **{name: array.tobytes() for name, array in arrays.items()},
+        "shape": list(arrays["blocks"].shape),
+    }
+
+
+def unpacked(record: dict) -> dict:
+    """The inverse of `packed`."""
+    arrays = {name: np.frombuffer(record[name], dtype=np.int32) for name in ("requests", "positions", "blocks")}
+    return {**record, **arrays, "blocks": arrays["blocks"].reshape(record["shape"])}
+
+
+def _of_worker(records: list[dict], lengths: dict[str, int]) -> dict[str, np.ndarray]:
     if not records:
         raise ValueError("the engine recorded no forward call")
     layers = {layer: i for i, layer in enumerate(sorted({record["layer"] for record in records}))}
-    shape = (len(layers), *records[0]["blocks"].shape[1:])
+    shape = (len(layers), *records[0]["shape"][1:])
     found = {request: np.full((length, *shape), -1, dtype=np.int32) for request, length in lengths.items()}
-    for record in records:
+    for record in map(unpacked, records):
         for row, engine_id in enumerate(record["request_ids"]):
             request = engine_id.rpartition("-")[0]  # vLLM adds a random suffix to the caller's id
             tokens = record["requests"] == row

@@ -13,6 +13,7 @@ from torch import nn
 from rollout import marlin
 from rollout.fingerprint import EngineError, digests
 from rollout.patching import patch_target
+from rollout.sampling import packed
 
 PEFTHelper = patch_target("vllm.lora.peft_helper:PEFTHelper")
 tensor_parallel_rank = patch_target("vllm.distributed:get_tensor_model_parallel_rank")
@@ -215,10 +216,10 @@ class EngineWorker:
             self._lockstep_blocks.stop()
 
     def lockstep_take_blocks(self) -> list[dict]:
-        """Records since the last call, one a forward call and layer: {"layer": of the model, "request_ids": list of
-        str, "requests": int32 [T] (of request_ids), "positions": int64 [T], "blocks": int32 [T, Hi, K], -1 for none}.
+        """Records since the last call, one a forward call and layer, `sampling.packed`: {"layer": of the model,
+        "request_ids": list of str, "requests" [T] (of request_ids), "positions" [T], "blocks" [T, Hi, K], -1 for none}.
         """
-        return self._lockstep_blocks.take() if hasattr(self, "_lockstep_blocks") else []
+        return [packed(record) for record in self._lockstep_blocks.take()] if hasattr(self, "_lockstep_blocks") else []
 
     def lockstep_load_adapter(self, adapter_id: int, tensors: dict[str, torch.Tensor], config: dict) -> None:
         """Replace adapter `adapter_id` by `tensors` (vLLM's adapter names) from memory and activate it.

@@ -83,7 +83,7 @@ def compare(python: str) -> dict:
 
 def random_model():
     """Four layers, the first dense, in float32; long enough texts drop blocks."""
-    from rl.models.minimax_m3 import MiniMaxM3ForCausalLM
+    from rl.models.minimax_m3 import MiniMaxM3SparseForCausalLM
     from rl.models.minimax_m3_config import MiniMaxM3Config
 
     config = MiniMaxM3Config(
@@ -102,7 +102,7 @@ def random_model():
         sparse_attention_config={"sparse_topk_blocks": 2, "sparse_attention_freq": [0, 1, 1, 1]},
     )
     torch.manual_seed(0)
-    model = MiniMaxM3ForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model = MiniMaxM3SparseForCausalLM._from_config(config, dtype=torch.float32).eval()
     for name, tensor in model.state_dict().items():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.normal_(tensor, std=0.1)
@@ -110,6 +110,7 @@ def random_model():
 
 
 def main() -> int:
+    """Run; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )

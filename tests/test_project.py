@@ -55,7 +55,7 @@ def test_imports_go_one_way():
     assert violations(rule) == []
 
 
-@pytest.mark.parametrize("module", ["rl.config", "rl.preflight", "rl.launch", "quant.policy"])
+@pytest.mark.parametrize("module", ["rl.config", "rl.preflight", "rl.launch", "rl.plan", "rl.plan_cli", "quant.policy"])
 def test_front_end_imports_nothing_heavy(module):
     code = (
         f"import sys, {module}; print({{'torch', 'verl', 'vllm', 'ray', 'transformers', 'triton'}} & set(sys.modules))"

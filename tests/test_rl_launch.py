@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,11 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from rl import dry_run, plan_fit
 from rl.config import REPO_ROOT, ConfigError, load_recipe
 from rl.events import EventLog, JsonlFollower, read_jsonl
 from rl.failure import last_traceback, log_excerpt
-from rl.launch import find_resume, make_run
+from rl.launch import find_resume, main, make_run
+from rl.plan import GIB, Machine
+from rl.preflight import check_plan
 from rl.processes import Process, RunProcesses, _pids
 from rl.progress import Progress
 from rl.summary import summarize
@@ -271,3 +276,77 @@ def test_the_cause_comes_before_its_echo(tmp_path):
     path, lines = log_excerpt(tmp_path)
     assert path.name == "worker-1.err" and lines[-1] == "torch.OutOfMemoryError: no memory" and len(lines) == 4
     assert last_traceback(["no", "trouble"]) == []
+
+
+# ---- the plan before a run -----------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_recipe_configuration_and_plan_and_starts_nothing(tmp_path):
+    """Of the headline recipe, whose checkpoint is not here."""
+    script, runs = REPO_ROOT / "scripts" / "train_grpo.py", tmp_path / "runs"
+    overrides = ["model.path=models/none", f"run.root={runs}", "trainer.steps=7", "optim.lr=3e-6"]
+    command = [sys.executable, str(script), "--config", "dapo_math.yaml", "--dry-run", *overrides]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=True, timeout=180)
+    assert not runs.exists() and list(tmp_path.iterdir()) == [] and "Ray" not in result.stderr
+    recipe, verl, plan = yaml.safe_load_all(result.stdout)
+    assert load_recipe("dapo_math", overrides).model_dump(mode="json") == recipe and plan is None
+    actor = verl["actor_rollout_ref"]["actor"]
+    assert (actor["optim"]["lr"], verl["trainer"]["total_training_steps"]) == (3e-6, 7)
+    assert actor["policy_loss"]["rollout_correction"]["loss_type"] == "reinforce"
+    assert verl["actor_rollout_ref"]["model"]["lora"]["lockstep"]["lora_targets"] == recipe["model"]["lora_targets"]
+    assert verl["data"]["train_files"].startswith("RUN_DIR/") and (verl["trainer"]["nnodes"]) == 2
+    comments = result.stdout.rpartition("---\n")[2].splitlines()
+    assert comments and all(line.startswith("#") for line in comments)
+    assert any("426.17 B parameters" in line for line in comments) and "fit" in comments[-1]
+
+
+def test_dry_run_without_anything_to_plan_with(capsys, monkeypatch):
+    monkeypatch.setattr(dry_run, "verl_yaml", lambda recipe, plan: f"planned: {plan is not None}\n")
+    assert main(["--config", "tiny_math", "--dry-run", "model.path=/no/such"]) == 0
+    out = capsys.readouterr().out
+    assert "planned: False" in out and out.endswith("# no plan: model.path is not there, and model.shape is not set\n")
+    assert main(["--config", "tiny_math", "--dry-run"]) == 0
+    assert "planned: True" in capsys.readouterr().out
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line on stderr of a recipe that is refused."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_what_cannot_fit_is_refused_with_what_does(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(plan_fit, "gpu_count", lambda: 0)
+    monkeypatch.setattr(plan_fit, "memory_gib", lambda: 24.0)
+    root = f"run.root={tmp_path / 'runs'}"
+    line = refused(capsys, "--config", "dapo_math", "model.path=models/none", root)
+    assert line.startswith("train_grpo.py: model.path = 'models/none': no such folder;")
+    assert "dapo_math does not fit: needs" in line and "24.0 are there" in line
+    other = re.search(r"; --config (\w+)\.yaml fits here\n$", line)[1]
+    assert plan_fit.refusal(load_recipe(other)) is None
+    # With the checkpoint there, its own configuration counts, before anybody asks for a cluster.
+    (tmp_path / "config.json").write_text((REPO_ROOT / "recipes" / "shapes" / "minimax_m3.json").read_text())
+    line = refused(capsys, "--config", "dapo_math", f"model.path={tmp_path}", "model.shape=null", root)
+    assert line.startswith("train_grpo.py: dapo_math does not fit: ") and "no such folder" not in line
+    # A machine that is almost large enough: the change is named, and with it the recipe goes on to the next check.
+    monkeypatch.setattr(plan_fit, "memory_gib", lambda: 4.5)
+    line = refused(capsys, "--config", "tiny_math", root)
+    assert "smallest change that does: model.gradient_checkpointing=true" in line
+    check_plan(load_recipe("tiny_math", ["model.gradient_checkpointing=true"]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_on_gpus_the_plan_is_for_those_that_are_there(monkeypatch):
+    monkeypatch.setattr(plan_fit, "gpu_count", lambda: 8)
+    monkeypatch.setattr(plan_fit, "devices", lambda: ["NVIDIA H200, 143771 MiB"] * 8)
+    monkeypatch.setattr(plan_fit, "memory_gib", lambda: 4096.0)
+    recipe = load_recipe("dapo_math", ["model.path=models/none"])
+    needed = plan_fit.plan_recipe(recipe, Machine("gpu", 143771 / 1024, "")).needed
+    line = plan_fit.refusal(recipe)
+    assert f"needs {needed / GIB:.1f} GiB per GPU and 140.4 are there" in line and "smallest change that does: " in line
+    overrides = line.partition("smallest change that does: ")[2].partition(";")[0].split()
+    assert plan_fit.refusal(load_recipe("dapo_math", ["model.path=models/none", *overrides])) is None

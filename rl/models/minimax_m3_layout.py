@@ -19,7 +19,7 @@ _FUSED = re.compile(r"^(?P<mlp>.*\.(mlp|shared_experts))\.(gate|up)_proj\.weight
 
 
 def to_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """State of `MiniMaxM3ForCausalLM` -> that of transformers' `MiniMaxM3VLForCausalLM`; fused parts are copies."""
+    """State of the trainer's model -> that of transformers' `MiniMaxM3VLForCausalLM`; fused parts are copies."""
     out: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if match := _FUSED.match(name):

@@ -134,11 +134,9 @@ def _save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", folder
         if not any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
             parameter.data = parameter.data.bfloat16()
     model.config.dtype = torch.bfloat16
-    if model.generation_config is None:
-        model.generation_config = GenerationConfig()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -2,23 +2,26 @@
 
 Layer 0 is dense in attention and MLP; layers 1-3 have MSA (top 2 of the blocks of 128, one of them the own) and 16
 routed experts with a shared one. Head dimension and block size are the real model's, so that the GPU's kernels run it.
-It learns in float32: plain calculations, then short texts, in which every block is selected, then long ones. The
-indexer learns from attention itself (`msa.index_loss`), the routers' selection bias from the load of the experts.
+It learns in float32: to calculate and to repeat the facts of a text, then short problems, in which every block is
+selected, then long ones. The indexer learns from attention itself (`msa.index_loss`), the routers' selection bias from
+the load of the experts.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rl import long_math, tiny_math
-from rl.models.minimax_m3 import MiniMaxM3ForCausalLM, MiniMaxM3TopKRouter, train_indexer
+from rl import long_math
+from rl.models.minimax_m3 import MiniMaxM3SparseForCausalLM, MiniMaxM3TopKRouter, train_indexer
 from rl.models.minimax_m3_config import MiniMaxM3Config
 from rl.models.tiny import prompt_ids
 from rl.models.tiny_assets import Family
 from rl.models.tiny_m3_tokenizer import build_tokenizer
-from rl.models.tiny_training import IGNORE, Batch, Plan, calculations, demonstrations, fit
+from rl.models.tiny_training import IGNORE, Batch, Plan, calculations, collate, demonstrations, fit
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,10 @@ class LongPlan(Plan):
 
     size: str = "tiny_m3"
     steps: int = 900
-    calculation_share: float = 0.2
-    short_share: float = 0.5
-    """Share of the steps on short texts, after the calculations; the rest is on long ones."""
+    calculation_share: float = 0.25
+    """Share of the steps on calculations and recall, in turns, before the demonstrations."""
+    short_share: float = 0.4
+    """Share of the steps on short problems after that; the rest is on long ones."""
     short_batch_size: int = 56
     long_batch_size: int = 12
     balance: float = 0.004
@@ -38,7 +42,7 @@ class LongPlan(Plan):
     """Weight of the indexer's loss, a mean over tokens and heads."""
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> MiniMaxM3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> MiniMaxM3SparseForCausalLM:
     """An untrained float32 model whose vocabulary is exactly the tokenizer's."""
     config = MiniMaxM3Config(
         vocab_size=len(tokenizer),
@@ -58,13 +62,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> MiniMaxM3F
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        architectures=["MiniMaxM3SparseForCausalLM"],
     )
     torch.manual_seed(seed)
-    return MiniMaxM3ForCausalLM._from_config(config, dtype=torch.float32)
+    return MiniMaxM3SparseForCausalLM._from_config(config, dtype=torch.float32)
 
 
-def loss_of(model: MiniMaxM3ForCausalLM, batch: Batch) -> torch.Tensor:
+def loss_of(model: MiniMaxM3SparseForCausalLM, batch: Batch) -> torch.Tensor:
     """Mean cross-entropy over the labelled tokens."""
     hidden = model.model(batch.input_ids.to(model.device)).last_hidden_state
     labels = batch.labels.to(model.device)
@@ -75,7 +78,7 @@ def loss_of(model: MiniMaxM3ForCausalLM, batch: Batch) -> torch.Tensor:
 class Balance:
     """Moves each router's selection bias towards an even load, as DeepSeek-V3 and MiniMax-M3 were balanced."""
 
-    def __init__(self, model: MiniMaxM3ForCausalLM, rate: float) -> None:
+    def __init__(self, model: MiniMaxM3SparseForCausalLM, rate: float) -> None:
         self.rate, self.loads = rate, {}
         for module in model.modules():
             if isinstance(module, MiniMaxM3TopKRouter):
@@ -95,28 +98,49 @@ class Balance:
         return worst
 
 
+def recalls(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int) -> Iterator[Batch]:
+    """Endless batches of short texts after which all their facts are said again in another order; only the numbers in
+    the repetition carry loss. The induction that this needs finds the facts of problems later."""
+    problems = long_math.stream("train", seed, long_math.SHORT)
+    rng = random.Random(f"recalls:{seed}")
+    digits = {tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
+    while True:
+        rows = []
+        for problem in islice(problems, batch_size):
+            facts = long_math.facts_of(problem.text)
+            text = tokenizer.encode(problem.text + "\n")
+            rows.append((text + tokenizer.encode(long_math.recall(rng.sample(facts, len(facts)))), len(text)))
+        batch = collate(rows, tokenizer.pad_token_id)
+        is_digit = torch.isin(batch.labels, torch.tensor(sorted(digits)))
+        yield Batch(batch.input_ids, batch.labels.masked_fill(~is_digit, IGNORE))
+
+
 def train(
-    model: MiniMaxM3ForCausalLM,
+    model: MiniMaxM3SparseForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     plan: LongPlan,
     minutes: float | None = None,
     show_progress: bool = True,
 ) -> dict:
     """Trains ``model`` in place; see ``tiny_training.fit``."""
-    plain = calculations(tokenizer, plan.seed + 1, plan.batch_size)
+    basics = cycle(
+        (
+            calculations(tokenizer, plan.seed + 1, plan.batch_size),
+            recalls(tokenizer, plan.seed + 4, plan.short_batch_size),
+        )
+    )
     short = _demonstrations(tokenizer, plan.seed + 2, plan.short_batch_size, plan.slip_rate, long_math.SHORT)
     long = _demonstrations(tokenizer, plan.seed + 3, plan.long_batch_size, plan.slip_rate, long_math.LONG)
     balance = Balance(model, plan.balance)
     heads = model.config.num_key_value_heads
 
     def step(done: float) -> tuple[int, float, float]:
-        reads = done >= plan.calculation_share  # nothing is to be found in a calculation
-        if reads:
-            batch = next(short if done < plan.calculation_share + plan.short_share else long)
+        if done < plan.calculation_share:
+            batch = next(next(basics))
         else:
-            batch = next(plain)
+            batch = next(short if done < plan.calculation_share + plan.short_share else long)
         tokens = batch.input_ids.numel()
-        train_indexer(model, plan.index_loss / (tokens * heads) if reads else 0.0, dense=True)
+        train_indexer(model, plan.index_loss / (tokens * heads), dense=True)
         loss = loss_of(model, batch)
         loss.backward()
         return tokens, loss.item(), balance.step()
@@ -129,12 +153,12 @@ def train(
 
 def _demonstrations(tokenizer, seed: int, batch_size: int, slip_rate: float, sentences) -> Iterator[Batch]:
     stream = long_math.stream("train", seed, sentences)
-    return demonstrations(tokenizer, seed, batch_size, slip_rate, stream)
+    return demonstrations(tokenizer, seed, batch_size, slip_rate, stream, long_math.demonstration)
 
 
 @torch.no_grad()
 def solves(
-    model: MiniMaxM3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[tiny_math.Problem]
+    model: MiniMaxM3SparseForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[long_math.LongProblem]
 ) -> dict[str, float]:
     """What the model makes of the worked solutions, in one pass a problem.
 
@@ -145,7 +169,7 @@ def solves(
     greedy, sampled = 0, 0.0
     for problem in problems:
         prompt = prompt_ids(tokenizer, [problem.text])[0]
-        answer = [*tokenizer.encode(tiny_math.worked_solution(problem)), tokenizer.eos_token_id]
+        answer = [*tokenizer.encode(long_math.worked_solution(problem)), tokenizer.eos_token_id]
         ids = torch.tensor([prompt + answer], device=model.device)
         logits = model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
         target = ids[0, -len(answer) :]

@@ -7,7 +7,7 @@ from itertools import islice
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl import long_math, tiny_math
+from rl import long_math
 from rl.data import DAPO_PREFIX, DAPO_SUFFIX
 from rl.models.tiny import CHAT_TEMPLATE, END, PAD, START, VOCAB_SIZE
 
@@ -71,5 +71,5 @@ def _with_instructions(tokenizer: Tokenizer) -> Tokenizer:
 def _corpus(seed: int) -> Iterator[str]:
     for problem in islice(long_math.stream("train", seed), 1000):
         yield f"user\n{problem.text}"
-        yield f"assistant\n{tiny_math.worked_solution(problem)}"
+        yield f"assistant\n{long_math.worked_solution(problem)}"
     yield f"system\n {_RARE}"

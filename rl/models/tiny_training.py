@@ -85,6 +85,7 @@ def demonstrations(
     batch_size: int,
     slip_rate: float,
     stream: Iterator[tiny_math.Problem] | None = None,
+    write: Callable[[tiny_math.Problem, random.Random, float], str] = tiny_math.demonstration,
 ) -> Iterator[Batch]:
     """Endless batches of chat demonstrations, loss on the response only; sequences of like length share a batch."""
     stream = tiny_math.stream("train", seed) if stream is None else stream
@@ -92,7 +93,7 @@ def demonstrations(
     while True:
         problems = list(islice(stream, 8 * batch_size))
         prompts = prompt_ids(tokenizer, [problem.text for problem in problems])
-        texts = [tiny_math.demonstration(problem, rng, slip_rate) for problem in problems]
+        texts = [write(problem, rng, slip_rate) for problem in problems]
         answers = tokenizer(texts).input_ids
         pool = [
             ([*prompt, *answer, tokenizer.eos_token_id], len(prompt))
@@ -102,11 +103,11 @@ def demonstrations(
         batches = [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
         rng.shuffle(batches)
         for batch in batches:
-            yield _collate(batch, tokenizer.pad_token_id)
+            yield collate(batch, tokenizer.pad_token_id)
 
 
-def _collate(examples: list[tuple[list[int], int]], pad: int) -> Batch:
-    """``examples``: (token ids, length of the prompt, which carries no loss)."""
+def collate(examples: list[tuple[list[int], int]], pad: int) -> Batch:
+    """A batch of ``examples``: (token ids, length of the prompt, which carries no loss)."""
     width = max(len(ids) for ids, _ in examples) - 1
     input_ids = torch.full((len(examples), width), pad)
     labels = torch.full((len(examples), width), IGNORE)
