@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 BLOCK_SIZE = 128
 CHUNK_ELEMENTS = 1 << 24
@@ -163,16 +164,21 @@ def attend(
     if blocks is None:
         out = F.scaled_dot_product_attention(q_work, keys, values, is_causal=True, scale=scale)
         return out.transpose(-3, -2).to(q.dtype)
-    positions = torch.arange(length, device=q.device)
     q_work, keys, values = q_work.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
-    parts = []
-    step = max(1, CHUNK_ELEMENTS // length)
-    for start in range(0, length, step):
-        rows = slice(start, min(start + step, length))
+    positions = torch.arange(length, device=q.device)
+
+    def rows_of(rows: slice) -> torch.Tensor:
         mask = _allowed_keys(blocks[rows], positions[rows], length, block_size).transpose(0, 1)
         mask = mask.repeat_interleave(group, 0).unsqueeze(0)
-        parts.append(F.scaled_dot_product_attention(q_work[:, :, rows], keys, values, attn_mask=mask, scale=scale))
-    return torch.cat(parts, 2)[0].transpose(0, 1).to(q.dtype)
+        return F.scaled_dot_product_attention(q_work[:, :, rows], keys, values, attn_mask=mask, scale=scale)
+
+    step = max(1, CHUNK_ELEMENTS // length)
+    if step >= length:
+        out = rows_of(slice(0, length))
+    else:  # a chunk's mask is made again in the backward pass: all of them would not fit
+        chunks = [slice(start, min(start + step, length)) for start in range(0, length, step)]
+        out = torch.cat([checkpoint(rows_of, rows, use_reentrant=False) for rows in chunks], 2)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def index_loss(

@@ -5,12 +5,10 @@ of the step (dispatch, micro-batches, loss, optimizer, clipping, schedule) is ve
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
-from verl.utils.device import get_device_name
-from verl.utils.tensordict_utils import get_non_tensor_data
-from verl.workers.engine.fsdp import transformer_impl
+from verl.utils.tensordict_utils import assign_non_tensor, get_non_tensor_data
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl import adapter_files, lora, modeling, replay, stats
@@ -26,18 +24,9 @@ for _name in (
     "_build_fsdp_module",
     "get_per_tensor_param",
     "prepare_model_inputs",
+    "prepare_model_outputs",
 ):
     patch_target(f"verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.{_name}")
-
-
-def _logprobs(logits: torch.Tensor, labels: torch.Tensor, **_kwargs) -> torch.Tensor:
-    """log p(label) of float32 logits [N, V]; verl's own runs one logsumexp a row where flash-attn is missing."""
-    return -F.cross_entropy(logits, labels, reduction="none")
-
-
-patch_target("verl.workers.engine.fsdp.transformer_impl:logprobs_from_logits")
-if get_device_name() == "cpu":
-    transformer_impl.logprobs_from_logits = _logprobs
 
 
 class LockstepEngine(FSDPEngineWithLMHead):
@@ -74,7 +63,19 @@ class LockstepEngine(FSDPEngineWithLMHead):
             width = None if inputs["attention_mask"] is None else inputs["input_ids"].shape[1]
             ids = replay.layout(list(routed.unbind()), lengths, width, model.moe_layers, model.num_experts)
             routing.begin(ids.to(inputs["input_ids"].device))
+        if bool(torch.as_tensor(micro_batch["temperature"]).ne(1).any()):
+            raise ValueError("the trainer takes log-probs at temperature 1 only, as the engine samples")
+        entropy = get_non_tensor_data(micro_batch, "calculate_entropy", False)
+        self.trainer_model.model.lm_head.ask(inputs["input_ids"].roll(-1, dims=-1), entropy)
         return inputs, output_args
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        """The head gave log-probs, as verl's fused kernels would; its logits never exist at once."""
+        self.trainer_model.model.lm_head.ask(None)
+        log_probs, entropy = output.logits.unbind(-1)
+        assign_non_tensor(micro_batch, use_fused_kernels=True)
+        fused = SimpleNamespace(log_probs=log_probs, entropy=entropy)
+        return super().prepare_model_outputs(fused, output_args, micro_batch, logits_processor_func)
 
     def forward_step(self, micro_batch, loss_function, forward_only):
         wanted = self.settings.routing_replay and self.trainer_model.moe_layers and not forward_only

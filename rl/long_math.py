@@ -10,7 +10,6 @@ apples.", or a filler without names and numbers. No name has two facts, so the n
 """
 
 import random
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -189,9 +188,14 @@ def recall(facts: Iterable[tuple[str, int]]) -> str:
     return "Here " + ", ".join(f"{name} has {number}" for name, number in facts) + "."
 
 
-def facts_of(text: str) -> list[tuple[str, int]]:
-    """Every fact (name, number) of a problem's text, in its order."""
-    return [(name, int(number)) for name, number in re.findall(r"([A-Z][a-z]+) has (\d+) [a-z]+\.", text)]
+def some_facts(rng: random.Random, count: int) -> list[tuple[str, int]]:
+    """``count`` people with a number of two digits each."""
+    return [(name, rng.randint(10, 99)) for name in rng.sample(NAMES, count)]
+
+
+def tell(rng: random.Random, facts: list[tuple[str, int]]) -> str:
+    """A text of nothing but these facts."""
+    return " ".join([OPENING, *(_fact(name, number, rng.choice(OBJECTS)) for name, number in facts)])
 
 
 def worked_solution(problem: LongProblem) -> str:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -73,27 +75,63 @@ class FrozenLinear(nn.Module):
         return linear(x, self.weight)
 
 
+NO_TOKEN = -1e30
+"""The logit of an id that is no token; finite, because an entropy multiplies logits by probabilities."""
+LOGITS_TOGETHER = 1 << 28
+"""Most logits (rows times vocabulary) that `FloatLogits` holds at once when it is asked for log-probs: 1 GiB."""
+
+
 class FloatLogits(nn.Module):
     """lm_head whose logits are bf16-rounded and returned as float32, the dtype the engine takes log-softmax in.
 
-    Ids from `vocabulary` on (padding of the embedding) get no probability, as in the engine; the lowest float
-    and not -inf, because verl's entropy multiplies logits by probabilities.
+    Ids from `vocabulary` on (padding of the embedding) get no probability, as in the engine.
+
+    Asked for log-probs (`ask`), the next forwards give float32 [..., 2], the log-prob of each row's label and the
+    entropy (0 unless it was asked for), and make the logits chunk by chunk, in the backward pass again: those of a long
+    micro-batch over a large vocabulary are several times the model.
     """
 
     def __init__(self, head: nn.Module, vocabulary: int | None = None) -> None:
         super().__init__()
         self.head = head
         self.vocabulary = vocabulary
+        self.labels: torch.Tensor | None = None
+        self.entropy = False
 
     @property
     def weight(self) -> torch.Tensor:
         return self.head.weight
 
+    def ask(self, labels: torch.Tensor | None, entropy: bool = False) -> None:
+        """Give log-probs of int64 `labels` [...] instead of logits from now on; None: logits again."""
+        self.labels, self.entropy = labels, entropy
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.labels is None:
+            return self._logits(x)
+        rows, labels = x.reshape(-1, x.shape[-1]), self.labels.reshape(-1)
+        step = max(1, LOGITS_TOGETHER // self.head.weight.shape[0])
+        if step >= rows.shape[0]:
+            return self._log_probs(rows, labels, self.entropy).view(*x.shape[:-1], 2)
+        parts = [
+            checkpoint(self._log_probs, part, of, self.entropy, use_reentrant=False)
+            for part, of in zip(rows.split(step), labels.split(step), strict=True)
+        ]
+        return torch.cat(parts).view(*x.shape[:-1], 2)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.head(x).float()
         if self.vocabulary is not None:
-            logits[..., self.vocabulary :] = torch.finfo(torch.float32).min
+            logits[..., self.vocabulary :] = NO_TOKEN
         return logits
+
+    def _log_probs(self, rows: torch.Tensor, labels: torch.Tensor, entropy: bool) -> torch.Tensor:
+        logits = self._logits(rows)
+        log_probs = -F.cross_entropy(logits, labels, reduction="none")
+        if not entropy:
+            return torch.stack((log_probs, torch.zeros_like(log_probs)), -1)
+        spread = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+        return torch.stack((log_probs, spread), -1)
 
 
 def load_base(path: Path, dtype: torch.dtype, attn_implementation: str, backend: str) -> nn.Module:

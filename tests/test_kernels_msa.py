@@ -168,3 +168,80 @@ def test_inputs_that_do_not_fit_are_refused(change, words):
     given = {"blocks": blocks, "at": positions(14)} | change
     with pytest.raises(ValueError, match=words):
         msa.sparse_attention(q, k, v, given["blocks"], given["at"], 0.3, BLOCK)
+
+
+# ---- what training calls -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 14 * 5])
+def test_attention_of_a_whole_sequence_is_the_reference_also_in_chunks(chunk, monkeypatch):
+    monkeypatch.setattr(msa, "CHUNK_ELEMENTS", chunk)
+    q, k, v, blocks = inputs()
+    grad = random(14, 4, 8, seed=5, dtype=torch.float64)
+    results = []
+    for attend in (
+        lambda *qkv: msa.sparse_attention(*qkv, blocks, positions(14), 0.3, BLOCK)[0],
+        lambda *qkv: msa.attend(*qkv, blocks, 0.3, BLOCK),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        out.backward(grad)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for fast, reference in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(fast, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_attention_without_blocks_is_causal_over_a_batch():
+    q, k, v, _ = inputs()
+    every = torch.arange(4, dtype=torch.int32).expand(14, 2, 4)
+    expected, _ = msa.sparse_attention(q, k, v, every, positions(14), 0.3, BLOCK)
+    batch = msa.attend(torch.stack((q, q)), torch.stack((k, k)), torch.stack((v, v)), None, 0.3)
+    torch.testing.assert_close(batch[1], expected)
+
+
+def test_margin_is_the_lead_of_the_worst_block_chosen_for_its_score():
+    """Two blocks of four: the own one is forced, so the lead is of the best other one over the next."""
+    q, k = random(16, 2, 8), random(16, 8, seed=1)
+    blocks, margin = msa.Selection(2, 0, 1, BLOCK).choose(q, k, positions(16))
+    scores = msa.index_scores(q, k, positions(16), BLOCK)
+    assert torch.equal(blocks, msa.select_blocks(scores, positions(16), 2, 0, 1, BLOCK))
+    assert bool((margin[:8] == float("inf")).all())  # at most two blocks are visible
+    others = scores[15, :, :3].sort(-1, descending=True).values
+    torch.testing.assert_close(margin[15], others[:, 0] - others[:, 1])
+
+
+def kl(sparse: bool):
+    q, k, _, blocks = inputs()
+    q_index, k_index = random(14, 2, 8, seed=11, dtype=torch.float64), random(14, 8, seed=12, dtype=torch.float64)
+    return q_index, k_index, q, k, blocks if sparse else None
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_index_loss_is_the_divergence_from_the_mean_attention_of_the_group(sparse):
+    q_index, k_index, q, k, blocks = kl(sparse)
+    total = 0.0
+    for t in range(14):
+        for h in range(2):
+            seen = [s for s in range(t + 1) if blocks is None or s // BLOCK in blocks[t, h].tolist()]
+            teacher = torch.stack([(0.3 * k[seen, h] @ q[t, 2 * h + g]).softmax(-1) for g in range(2)]).mean(0)
+            student = (0.5 * k_index[seen] @ q_index[t, h]).softmax(-1)
+            total += float((teacher * (teacher / student).log()).sum())
+    loss = msa.index_loss(q_index, k_index, q, k, blocks, 0.3, 0.5, BLOCK)
+    assert float(loss) == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_the_index_loss_against_finite_differences(sparse):
+    q_index, k_index, q, k, blocks = kl(sparse)
+    leaves = (q_index.requires_grad_(), k_index.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda a, b: msa.index_loss(a, b, q, k, blocks, 0.3, 0.5, BLOCK), leaves, atol=1e-7, rtol=1e-5
+    )
+
+
+def test_added_loss_changes_the_gradient_and_not_the_value():
+    x, y = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    out = msa.AddLoss.apply(x, 5 * y)
+    assert torch.equal(out, x)
+    (2 * out).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0] and float(y.grad) == 5.0

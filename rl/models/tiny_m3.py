@@ -10,7 +10,7 @@ the load of the experts.
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +23,9 @@ from rl.models.tiny_assets import Family
 from rl.models.tiny_m3_tokenizer import build_tokenizer
 from rl.models.tiny_training import IGNORE, Batch, Plan, calculations, collate, demonstrations, fit
 
+RECALLED = 8
+"""Facts of a text of `recalls`."""
+
 
 @dataclass(frozen=True)
 class LongPlan(Plan):
@@ -30,9 +33,9 @@ class LongPlan(Plan):
 
     size: str = "tiny_m3"
     steps: int = 900
-    calculation_share: float = 0.25
+    calculation_share: float = 0.3
     """Share of the steps on calculations and recall, in turns, before the demonstrations."""
-    short_share: float = 0.4
+    short_share: float = 0.35
     """Share of the steps on short problems after that; the rest is on long ones."""
     short_batch_size: int = 56
     long_batch_size: int = 12
@@ -54,7 +57,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> MiniMaxM3S
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        rope_theta=10000.0,
+        rope_theta=500.0,
         num_local_experts=16,
         num_experts_per_tok=2,
         moe_layer_freq=[0, 1, 1, 1],
@@ -99,20 +102,18 @@ class Balance:
 
 
 def recalls(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int) -> Iterator[Batch]:
-    """Endless batches of short texts after which all their facts are said again in another order; only the numbers in
-    the repetition carry loss. The induction that this needs finds the facts of problems later."""
-    problems = long_math.stream("train", seed, long_math.SHORT)
+    """Endless batches of eight facts that are said again in another order; only the numbers in the repetition carry
+    loss. The induction that this needs finds the facts of problems later."""
     rng = random.Random(f"recalls:{seed}")
-    digits = {tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
+    digits = torch.tensor(sorted(tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)))
     while True:
         rows = []
-        for problem in islice(problems, batch_size):
-            facts = long_math.facts_of(problem.text)
-            text = tokenizer.encode(problem.text + "\n")
-            rows.append((text + tokenizer.encode(long_math.recall(rng.sample(facts, len(facts)))), len(text)))
+        for _ in range(batch_size):
+            facts = long_math.some_facts(rng, RECALLED)
+            text = tokenizer.encode(long_math.tell(rng, facts) + "\n")
+            rows.append((text + tokenizer.encode(long_math.recall(rng.sample(facts, RECALLED))), len(text)))
         batch = collate(rows, tokenizer.pad_token_id)
-        is_digit = torch.isin(batch.labels, torch.tensor(sorted(digits)))
-        yield Batch(batch.input_ids, batch.labels.masked_fill(~is_digit, IGNORE))
+        yield Batch(batch.input_ids, batch.labels.masked_fill(~torch.isin(batch.labels, digits), IGNORE))
 
 
 def train(
