@@ -310,6 +310,8 @@ class Thresholds(Section):
     """Least agreement of expert sets with replay."""
     routing_free: Fraction | None = None
     """Least agreement of expert sets when the trainer routes by itself."""
+    selection: Fraction | None = None
+    """Least agreement of the blocks that sparse attention selects, near-ties left out."""
     adapter_effect: PositiveFloat | None = None
     """Least mean |delta logp| by which a non-zero test adapter must move the engine."""
     zero_adapter_effect: NonNegativeFloat | None = None
