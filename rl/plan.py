@@ -16,9 +16,11 @@ from rl.schema import Recipe
 GIB = 2**30
 GATHERED_GROUPS = 3
 """FSDP2 with several workers: the layer at work, its all-gather buffer, and the one of the layer that comes next."""
-LOGITS_BYTES = {"gpu": 24, "cpu": 20}
-"""Of a logit at the peak, in the backward pass: float32 logits, their copy without padding, their gradients."""
-ENTROPY_LOGITS_BYTES = 28
+LOGITS_TOGETHER = 1 << 28
+"""Most logits that exist at once: the head takes so many a chunk, in the backward pass again (rl.modeling)."""
+LOGITS_BYTES = 12
+"""Of a logit of a chunk at the peak, in its backward pass: float32 log-probs and two gradients."""
+ENTROPY_LOGITS_BYTES = 24
 """The same where an entropy bonus is trained."""
 DECODED_BYTES = GIB
 """Weights of one layer that are decoded at a time on a GPU (quant.matmul)."""
@@ -36,6 +38,11 @@ CPU_KEPT_BYTES = 256 << 20
 """Experts of a layer whose decoded weights the CPU engine keeps (rollout.experts)."""
 MSA_DENSE_TOKENS = 2048
 """Up to this length every block of 128 is among the 16 selected, and no mask is needed."""
+CHUNK_ELEMENTS = 1 << 24
+"""Most pairs of query and key whose mask is made at once (kernels.msa); up to it, it stays for the backward pass."""
+MSA_CAPTURED_BYTES = 6
+"""Of each element of a layer's queries, kept until the backward pass although the layer is checkpointed: the chunks of
+kernels.msa.attend have q, k and v by closure, which an outer checkpoint cannot drop. 0 once they are arguments."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +189,12 @@ class _Planner:
         largest = max(gathered, key=gathered.__getitem__)
         groups = GATHERED_GROUPS if self.workers > 1 else 1
         layer = sum(factor.elements for factor in self.factors if factor.group == largest)
-        kept, peak = self._activations()
-        logits = self.tokens * self.shape.vocabulary * self._logit_bytes()
-        last = "logits and their gradients" if logits >= peak else "backward of one layer"
+        vocabulary, longest = self.shape.vocabulary, self.recipe.max_model_len
+        # A micro-batch of one longest sequence, or of many whose masks are kept.
+        lengths = (longest, min(longest, math.isqrt(CHUNK_ELEMENTS)))
+        kept, peak = max((self._activations(length) for length in lengths), key=sum)
+        logits = min(self.tokens, max(1, LOGITS_TOGETHER // vocabulary)) * vocabulary * self._logit_bytes()
+        last = "logits of a chunk" if logits >= peak else "backward of one layer"
         plan.update = {
             "gathered layers": groups * gathered[largest],
             "gradients of a layer": (self.itemsize + 4) * layer,
@@ -211,34 +221,52 @@ class _Planner:
         return base + self.itemsize * sum(self.workers * _shard(factor, self.workers) for factor in mine)
 
     def _logit_bytes(self) -> int:
-        if self.recipe.algorithm.entropy_coef > 0:
-            return ENTROPY_LOGITS_BYTES
-        return LOGITS_BYTES[self.machine.kind]
+        return ENTROPY_LOGITS_BYTES if self.recipe.algorithm.entropy_coef > 0 else LOGITS_BYTES
 
-    def _activations(self) -> tuple[int, int]:
-        """(kept until the backward pass, what the backward pass of the worst layer needs on top)."""
+    def _activations(self, length: int) -> tuple[int, int]:
+        """(kept until the backward pass, what the backward pass of the worst layer needs on top), of sequences of
+        `length` tokens."""
         shape, tokens = self.shape, self.tokens
         moe, dense = layer_bytes(shape, self.targets, routed=True), layer_bytes(shape, self.targets, routed=False)
         dense_layers = shape.layers - shape.moe_layers
         kinds = [(saved, peak) for (saved, peak), count in ((moe, shape.moe_layers), (dense, dense_layers)) if count]
-        mask = self._mask_bytes()
+        mask, pairs = self._mask_bytes(length), self._pair_bytes(length)
         masked = len(shape.index_dims) if shape.index_dims else shape.layers
         worst = max(peak for _, peak in kinds)
         decoded = min(DECODED_BYTES, self._decoded_layer()) if self.gpu else self._decoded_layer()
         double = 1 if self.gpu else 2  # without a GPU products are computed in float32
         if self.recipe.model.gradient_checkpointing:
             inputs = (2 if shape.model_type == "minimax_m3_text" else 1) * shape.hidden * self.itemsize
-            return tokens * shape.layers * inputs, double * tokens * (worst + mask) + decoded
+            captured = double * len(shape.index_dims) * self._captured_bytes(length)
+            attention = max(double * tokens * (state + mask) + size for state, size in pairs)
+            kept = tokens * ((shape.layers + 1) * inputs + captured)  # 1: the final norm's input
+            return kept, max(double * tokens * (worst + mask), attention) + decoded
         kept = tokens * (shape.moe_layers * moe[0] + dense_layers * dense[0] + masked * mask)
         over = max(peak - saved for saved, peak in kinds)
-        return double * kept, double * tokens * over + decoded
+        return double * kept, max(double * tokens * over, *(size for _, size in pairs)) + decoded
 
-    def _mask_bytes(self) -> int:
+    def _mask_bytes(self, length: int) -> int:
         """Bytes a token of the mask that attention keeps for its backward pass (kernels.msa.attend, sdpa's bias)."""
-        length = self.recipe.max_model_len
         if not self.shape.index_dims:
             return 0 if self.shape.model_type == "minimax_m3_text" else 2 * length
-        return 0 if length <= MSA_DENSE_TOKENS else 2 * self.shape.heads * length
+        return 2 * self.shape.heads * length if MSA_DENSE_TOKENS < length <= math.isqrt(CHUNK_ELEMENTS) else 0
+
+    def _captured_bytes(self, length: int) -> int:
+        """Bytes a token and layer that attention in chunks keeps in spite of checkpointing."""
+        return MSA_CAPTURED_BYTES * self.shape.heads * self.shape.head_dim if length**2 > CHUNK_ELEMENTS else 0
+
+    def _pair_bytes(self, length: int) -> list[tuple[int, int]]:
+        """For the stages of a layer with selected blocks, selection and attention: (bytes a token beside the pairs of
+        query and key, bytes of the pairs of one sequence, whose kept mask not included)."""
+        shape = self.shape
+        if not shape.index_dims or length <= MSA_DENSE_TOKENS:
+            return [(0, 0)]
+        query, key, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+        scores = length**2 * (8 * shape.kv_heads + 2)
+        bias = 0 if self._mask_bytes(length) else self.itemsize if self.gpu else 4
+        mask = shape.heads * min(length**2, CHUNK_ELEMENTS) * (1 + bias)
+        attending = max(12 * hidden + 14 * query + 11 * key, 6 * hidden + 20 * query + 5 * key)
+        return [(12 * hidden + 8 * query + 10 * key, scores), (attending, mask)]
 
     def _decoded_layer(self) -> int:
         """One layer's largest stack of experts, decoded to bf16 (float32 without a GPU)."""

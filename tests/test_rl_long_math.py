@@ -72,11 +72,20 @@ def tokenizer():
 def test_answers_follow_from_the_text(problems):
     for problem in problems:
         assert solve(problem.text)[0] == problem.answer >= 0
-        solution = tiny_math.worked_solution(problem)
+        solution = long_math.worked_solution(problem)
         assert all(eval(line.replace(" = ", " == ")) for line in solution.split("\n")[:-1])
         assert score(solution, str(problem.answer)).correct
     assert {p.kind for p in problems} == set(tiny_math.KINDS)
-    assert len({tiny_math.demonstration(problems[0], random.Random(seed)) for seed in range(20)}) > 1
+    assert len({long_math.demonstration(problems[0], random.Random(seed)) for seed in range(20)}) > 1
+
+
+def test_solutions_say_the_facts_first_in_the_questions_order(problems):
+    for problem in problems:
+        facts, (_, names) = facts_of(problem.text), solve(problem.text)
+        said = ", ".join(f"{name} has {facts[name][0]}" for name in names)
+        assert long_math.worked_solution(problem).startswith(f"Here {said}.\n")
+        # slips are in results only
+        assert long_math.demonstration(problem, random.Random(0), 1.0).startswith(f"Here {said}.\n")
 
 
 def test_needed_facts_lie_anywhere_in_the_text(problems):
@@ -159,7 +168,7 @@ def test_vocabulary_is_exact_and_kept_on_disk(tokenizer, tmp_path):
 
 def test_round_trip_of_any_text(tokenizer, problems):
     rng = random.Random(0)
-    texts = [dapo_prompt(p.text) for p in problems[:50]] + [tiny_math.worked_solution(p) for p in problems]
+    texts = [dapo_prompt(p.text) for p in problems[:50]] + [long_math.worked_solution(p) for p in problems]
     texts += ["".join(rng.choices("aT 19.,?\n=+-'\té长", k=40)) for _ in range(300)]
     texts += ["".join(map(chr, rng.choices(range(1, 0xD800), k=40))) for _ in range(50)]
     texts += [bytes(range(256)).decode("latin-1"), f"a {INSTRUCTIONS[0]}{INSTRUCTIONS[0]} 1 {INSTRUCTIONS[1]}"]

@@ -13,7 +13,7 @@ from quant.modules import swap_plain_experts
 from rl import lora, plan_cli, plan_fit
 from rl.config import REPO_ROOT, ConfigError, load_recipe
 from rl.models.minimax_m3 import MiniMaxM3Config, MiniMaxM3SparseForCausalLM
-from rl.plan import GIB, Machine, make_plan
+from rl.plan import GIB, MSA_CAPTURED_BYTES, Machine, make_plan
 from rl.plan_fit import change, find_config, find_machine, plan_recipe, smallest_change, verdict
 from rl.plan_shapes import PlanError, adapter_factors, format_rule, matrix_bytes, planned_rule, read_shape
 from rl.preflight import read_tensors
@@ -206,8 +206,9 @@ def test_what_a_worker_holds():
         f.elements for f in adapter_factors(M3, recipe.model.lora_targets, 32, False) if f.group.endswith(".30")
     )
     assert plan.update["gathered layers"] == pytest.approx(3 * (whole + 2 * adapted), rel=1e-4)
-    assert plan.update["activations kept"] == 24576 * 60 * 2 * 2 * 6144  # hidden and residual of every layer, bf16
-    assert plan.update["logits and their gradients"] == 24576 * 200064 * 24
+    # Hidden and residual of every layer and of the final norm, and q, k and v of 64 heads where queries go in chunks.
+    assert plan.update["activations kept"] == 24576 * (61 * 2 * 2 * 6144 + 57 * MSA_CAPTURED_BYTES * 64 * 128)
+    assert list(plan.update)[-1] == "backward of one layer"
     assert plan.sync["adapter on its way"] == 2 * plan.sync_bytes and plan.peak == "update"
 
 
@@ -303,7 +304,7 @@ SHORT = ("data.max_response_length=2048", "trainer.max_tokens_per_micro_batch=40
     ("name", "overrides", "machine", "first"),
     [
         ("dapo_math", (), H200, "rollout.gpu_memory_utilization"),
-        ("dapo_math", SHORT, Machine("gpu", 120.0, ""), "trainer.nodes"),
+        ("dapo_math", SHORT, Machine("gpu", 100.0, ""), "trainer.nodes"),
         ("dapo_math", (*SHORT, "rollout.gpu_memory_utilization=0.2"), H200, "rollout.gpu_memory_utilization"),
         ("dapo_math", (*SHORT, "model.gradient_checkpointing=false"), H200, "model.gradient_checkpointing"),
         ("tiny_math", ("trainer.micro_batch_size=64",), Machine("cpu", 4.5, ""), "model.gradient_checkpointing"),
@@ -335,17 +336,13 @@ def test_what_is_missing_is_said_in_gib():
     assert "one sequence of 22528 tokens lacks" in verdict(small, plan_recipe(small, H200))
 
 
-def test_shorter_contexts_need_no_mask_and_longer_ones_do():
-    """kernels.msa.attend keeps a bf16 mask [heads, T, S] for the backward pass of a layer."""
-
+def test_masks_are_kept_from_2048_to_4096_tokens_and_then_scores_of_pairs_count():
     def need(length: int) -> float:
         lengths = ("data.max_prompt_length=1024", f"data.max_response_length={length - 1024}")
         small = ("trainer.max_tokens_per_micro_batch=65536", "model.lora_targets=[attention]")
-        plan = plan_recipe(load_recipe("dapo_math", (*lengths, *small)), H200)
-        return plan.update.get("backward of one layer", 0) / 65536
+        return plan_recipe(load_recipe("dapo_math", (*lengths, *small)), H200).update["backward of one layer"] / 65536
 
-    assert need(2048) == 0  # the logits are larger
-    assert need(65536) > 2 * 64 * 65536
+    assert need(4096) - need(2048) == 2 * 64 * 4096 and need(65536) > (8 * 4 + 2) * 65536
 
 
 # ---- command line --------------------------------------------------------------------------------------------------

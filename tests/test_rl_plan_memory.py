@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from verl.utils.torch_functional import logprobs_from_logits_v2
 
 import kernels.linear
 import kernels.msa
@@ -19,13 +18,14 @@ from quant import matmul
 from quant.modules import _gate_of, _replace, is_experts
 from quant.mxfp8 import MXFP8Tensor
 from quant.nvfp4 import NVFP4Tensor
-from rl import lora
-from rl.config import load_recipe
+from rl import lora, modeling, plan
+from rl.config import Recipe, load_recipe
 from rl.models.minimax_m3 import MiniMaxM3Config, MiniMaxM3SparseForCausalLM
-from rl.plan import LOGITS_BYTES, MSA_DENSE_TOKENS, Machine, layer_bytes, make_plan
+from rl.plan import ENTROPY_LOGITS_BYTES, LOGITS_BYTES, MSA_DENSE_TOKENS, Machine, layer_bytes, make_plan
 from rl.plan_shapes import read_shape
 
 META = {"device": "meta"}
+GPU = Machine("gpu", 139.0, "a test")
 ADAPTED = ["attention", "experts", "shared_experts", "dense_mlp"]
 
 
@@ -174,42 +174,94 @@ def test_activations_of_a_layer(routed, targets):
     assert live_bytes(model_of(two, targets), tokens, True)[1] == pytest.approx(peak, rel=0.03)
 
 
+def recipe_of(length: int, *overrides: str) -> Recipe:
+    """A micro-batch of one sequence of `length` tokens."""
+    lengths = ["data.max_prompt_length=256", f"data.max_response_length={length - 256}"]
+    lengths += [f"trainer.max_tokens_per_micro_batch={length}", "model.lora_targets=[attention]"]
+    return load_recipe("dapo_math", [*lengths, *overrides])
+
+
+def planned(settings: MiniMaxM3Config, length: int, *overrides: str) -> dict[str, int]:
+    """What the update takes on a GPU."""
+    return make_plan(recipe_of(length, *overrides), read_shape(settings.to_dict()), GPU).update
+
+
+def longest_alone(settings: MiniMaxM3Config, length: int) -> tuple[float, float]:
+    """What the planner counts for one sequence, without short ones: (kept, backward pass of a layer) bytes a token."""
+    planner = plan._Planner(recipe_of(length), read_shape(settings.to_dict()), GPU, lambda module: None)
+    kept, backward = planner._activations(length)
+    return kept / length, backward / length
+
+
+def test_limits_are_those_of_the_modules():
+    assert plan.LOGITS_TOGETHER == modeling.LOGITS_TOGETHER and plan.CHUNK_ELEMENTS == kernels.msa.CHUNK_ELEMENTS
+    selection = kernels.msa.Selection()
+    assert selection.top_k * selection.block_size == MSA_DENSE_TOKENS
+
+
 def test_checkpointed_layers_keep_hidden_and_residual():
-    one, three = (model_of(config(layers, True, False), ["attention"]) for layers in (1, 3))
-    more = live_bytes(three, 1024, True)[0] - live_bytes(one, 1024, True)[0]
-    recipe = load_recipe("dapo_math", ["model.lora_targets=[attention]"])
-    shape = read_shape(config(2, True, False).to_dict())
-    planned = make_plan(recipe, shape, Machine("gpu", 139.0, "")).update["activations kept"] / 24576
-    assert more == pytest.approx(planned, rel=0.01) and planned == 2 * 2 * 2 * SIZES["hidden_size"]
+    settings = config(3, True, False)
+    kept = live_bytes(model_of(settings, ["attention"]), 1024, True)[0]
+    assert planned(settings, 1024)["activations kept"] / 1024 == 4 * 2 * 2 * SIZES["hidden_size"]
+    assert kept == pytest.approx(4 * 2 * 2 * SIZES["hidden_size"], rel=0.02)
 
 
-@pytest.mark.parametrize("length", [MSA_DENSE_TOKENS, 4096, 8192])
+@pytest.mark.parametrize("length", [MSA_DENSE_TOKENS, 4096, 4224, 8192])
 def test_masks_of_sparse_attention(length):
-    """None as long as every block is selected; then 2 bytes for each head and pair of query and key."""
+    """None as long as every block is selected; then 2 bytes for each head and pair, until the queries go in chunks."""
     targets = ["attention"]
     sparse, full = (live_bytes(model_of(config(1, True, on), targets), length, False)[0] for on in (True, False))
-    planned = 0 if length == MSA_DENSE_TOKENS else 2 * SIZES["num_attention_heads"] * length
-    assert sparse - full == pytest.approx(planned, rel=0.05, abs=2000)
+    mask = 2 * SIZES["num_attention_heads"] * length if length == 4096 else 0
+    assert sparse - full == pytest.approx(mask, rel=0.05, abs=2000)
 
 
-def test_logits_at_their_peak():
-    """verl's path without flash-attn: float32 logits, cut to their lengths, one logsumexp a row; and the CPU's."""
+@pytest.mark.parametrize("length", [4096, 4224, 16384])
+def test_chunks_of_attention_outlive_a_checkpointed_layer(length):
+    """Of the queries in chunks q, k and v for every head stay; if less does, MSA_CAPTURED_BYTES has to follow."""
+    settings = config(2, True, True)
+    kept = live_bytes(model_of(settings, ["attention"]), length, True)[0]
+    assert kept == pytest.approx(longest_alone(settings, length)[0], rel=0.05)
 
-    def cross_entropy(logits, labels):
-        return -F.cross_entropy(logits, labels, reduction="none")
 
-    rows, tokens, vocabulary = 2, 32, 4096
-    labels = torch.randint(0, vocabulary, (rows * tokens,))
-    weight = torch.randn(vocabulary, 4).bfloat16()
-    for kind, logprobs in (("gpu", logprobs_from_logits_v2), ("cpu", cross_entropy)):
-        hidden = torch.randn(rows, tokens, 4).bfloat16().requires_grad_()
-        with Live(hidden, weight) as live:
+@pytest.mark.parametrize(
+    ("length", "stage"), [(4096, "experts"), (4224, "mask of a chunk"), (5120, "mask of a chunk"), (16384, "scores")]
+)
+def test_backward_of_a_layer_with_selected_blocks(length, stage):
+    """The largest of: experts with the mask that is kept, attention with a chunk's mask, selection with its scores."""
+    heads, index_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+    settings = config(1, True, True)
+    pairs = {
+        "experts": 2 * heads * length,
+        "mask of a chunk": 3 * heads * kernels.msa.CHUNK_ELEMENTS / length,
+        "scores": (8 * index_heads + 2) * length,
+    }[stage]
+    backward = longest_alone(settings, length)[1]
+    assert pairs < backward < pairs + layer_bytes(read_shape(settings.to_dict()), ["attention"], True)[1] * 1.01
+    assert live_bytes(model_of(settings, ["attention"]), length, True)[1] == pytest.approx(backward, rel=0.04)
 
-            def forward(hidden=hidden, logprobs=logprobs):
-                logits, lengths = F.linear(hidden, weight).float(), torch.full((rows,), tokens)
-                starts = torch.zeros(rows, dtype=torch.long)
-                cut = torch.nested.narrow(logits, 1, starts, lengths, layout=torch.jagged)
-                return logprobs(torch.cat(list(cut.unbind())), labels)
 
-            forward().sum().backward()
-        assert live.peak / (rows * tokens * vocabulary) == pytest.approx(LOGITS_BYTES[kind], rel=0.02)
+def test_a_micro_batch_of_short_sequences_keeps_their_masks():
+    """The worst of it is planned, although the longest sequence keeps none."""
+    settings = config(1, True, True)
+    for length in (4096, 6144):
+        items = planned(settings, length, "trainer.max_tokens_per_micro_batch=65536")
+        assert items["backward of one layer"] >= 65536 * 2 * SIZES["num_attention_heads"] * 4096
+
+
+@pytest.mark.parametrize("rows", [48, 256], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_logits_at_their_peak(rows, entropy, device, monkeypatch):
+    """Those of one chunk, whether it is the only one or made again in the backward pass; the same on CPU."""
+    vocabulary, chunk = 4096, 64
+    monkeypatch.setattr(modeling, "LOGITS_TOGETHER", chunk * vocabulary)
+    linear = nn.Linear(4, vocabulary, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(False)
+    head = modeling.FloatLogits(modeling.FrozenLinear(linear), vocabulary - 8)
+    hidden = torch.zeros(2, rows // 2, 4, dtype=torch.bfloat16, device=device, requires_grad=True)
+    labels = torch.zeros(2, rows // 2, dtype=torch.long, device=device)
+    with Live(hidden, linear.weight, labels) as live:
+        head.ask(labels, entropy)
+        log_probs, spread = head(hidden).unbind(-1)
+        (log_probs + spread if entropy else log_probs).sum().backward()
+    bytes_each = ENTROPY_LOGITS_BYTES if entropy else LOGITS_BYTES
+    assert live.peak / (min(rows, chunk) * vocabulary) == pytest.approx(bytes_each, rel=0.02)
