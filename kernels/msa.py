@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 BLOCK_SIZE = 128
-CHUNK_ELEMENTS = 1 << 24
-"""`attend` takes as many queries at once as keep [queries, keys] under this."""
+CHUNK_ELEMENTS = 1 << 22
+"""`attend` and `Selection.choose` take as many queries at once as keep [queries, keys] under this."""
 INIT_SCORE, LOCAL_SCORE = 1e30, 1e29
 """What init and local blocks count as; the local one is written last, and a NaN counts as -1e30."""
 
@@ -129,6 +129,11 @@ class Selection:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(blocks int32 [T, Hi, top_k], margin float32 [T, Hi]: by how much the worst block that was chosen for its
         score leads the best one that was not; inf where every visible block is chosen)."""
+        step = max(1, CHUNK_ELEMENTS // max(k_index.shape[0], 1))
+        if step < q_index.shape[0]:
+            chunks = zip(q_index.split(step), positions.split(step), strict=True)
+            parts = [self.choose(rows, k_index, places) for rows, places in chunks]
+            return tuple(torch.cat(column) for column in zip(*parts, strict=True))
         scores = index_scores(q_index, k_index, positions, self.block_size)
         one_more = select_blocks(
             scores, positions, self.top_k + 1, self.init_blocks, self.local_blocks, self.block_size
@@ -167,17 +172,19 @@ def attend(
     q_work, keys, values = q_work.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
     positions = torch.arange(length, device=q.device)
 
-    def rows_of(rows: slice) -> torch.Tensor:
-        mask = _allowed_keys(blocks[rows], positions[rows], length, block_size).transpose(0, 1)
+    def rows_of(q_rows, keys, values, blocks, positions) -> torch.Tensor:
+        mask = _allowed_keys(blocks, positions, length, block_size).transpose(0, 1)
         mask = mask.repeat_interleave(group, 0).unsqueeze(0)
-        return F.scaled_dot_product_attention(q_work[:, :, rows], keys, values, attn_mask=mask, scale=scale)
+        return F.scaled_dot_product_attention(q_rows, keys, values, attn_mask=mask, scale=scale)
 
     step = max(1, CHUNK_ELEMENTS // length)
     if step >= length:
-        out = rows_of(slice(0, length))
+        out = rows_of(q_work, keys, values, blocks, positions)
     else:  # a chunk's mask is made again in the backward pass: all of them would not fit
-        chunks = [slice(start, min(start + step, length)) for start in range(0, length, step)]
-        out = torch.cat([checkpoint(rows_of, rows, use_reentrant=False) for rows in chunks], 2)
+        # Tensors as arguments: what a closure holds, a checkpoint around the layer cannot drop.
+        chunks = zip(q_work.split(step, 2), blocks.split(step), positions.split(step), strict=True)
+        parts = [checkpoint(rows_of, q_rows, keys, values, *rest, use_reentrant=False) for q_rows, *rest in chunks]
+        out = torch.cat(parts, 2)
     return out[0].transpose(0, 1).to(q.dtype)
 
 

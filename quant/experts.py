@@ -13,11 +13,16 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kernels.linear import grouped_linear
 from quant.layers import as_bytes, check_backend, compute_input, input_bytes
 from quant.matmul import frozen_grouped_linear
 from quant.nvfp4 import NVFP4Tensor
+
+
+TOKENS_TOGETHER = 8192
+"""The backward pass of a layer's adapted experts needs about 1.3 MB a token at MiniMax-M3's size."""
 
 
 def _add(output: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -127,8 +132,20 @@ class RoutedExperts(nn.Module):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """`hidden_states` [T, H], ids [T, top_k] and weights [T, top_k] -> [T, H]."""
+        """`hidden_states` [T, H], ids [T, top_k] and weights [T, top_k] -> [T, H].
+
+        More than `TOKENS_TOGETHER` tokens go in chunks, whose intermediates are made again in the backward pass.
+        """
         hidden_states = compute_input(hidden_states)
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        if hidden_states.shape[0] <= TOKENS_TOGETHER:
+            return self._of_tokens(*inputs)
+        chunks = zip(*(x.split(TOKENS_TOGETHER) for x in inputs), strict=True)
+        return torch.cat([checkpoint(self._of_tokens, *chunk, use_reentrant=False) for chunk in chunks])
+
+    def _of_tokens(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         routes = self.sort(top_k_index)
         rows = hidden_states[routes.order // top_k_index.shape[-1]]
         gate_up = self.gate_up(rows, routes)

@@ -102,3 +102,18 @@ def test_swap_keeps_the_weights_and_frees_the_old_module():
     assert set(root.state_dict()) == {"experts.gate_up_proj", "experts.down_proj"}
     with pytest.raises(ValueError, match="backend 'fast' is unknown"):
         PlainExperts(*stacks(), silu_gate, "fast")
+
+
+def test_tokens_in_chunks_give_the_same_output_and_gradients(monkeypatch):
+    module = PlainExperts(*(stack.bfloat16() for stack in stacks()), silu_gate)
+    module.adapter = Delta()
+    results = []
+    for together in (TOKENS, 7):
+        monkeypatch.setattr("quant.experts.TOKENS_TOGETHER", together)
+        x, ids, weights = routed()
+        x, weights = x.bfloat16().requires_grad_(), weights.requires_grad_()
+        out = module(x, ids, weights)
+        out.backward(dyadic(TOKENS, HIDDEN, seed=4).bfloat16())
+        results.append((out.detach(), x.grad, weights.grad))
+    for whole, chunked in zip(*results, strict=True):
+        assert torch.equal(whole, chunked)
