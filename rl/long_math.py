@@ -64,7 +64,7 @@ FILLERS = (
 )
 
 _ONE_DIGIT_SHARE = 0.3  # of the distractor facts; the others have two digits
-_FACT_SHARE = (0.2, 0.6)  # of the distractors, as far as there are names
+_OTHER_FACTS = (0, 1)  # facts about people whom the question does not name, fewest and most
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def _filler(rng: random.Random) -> str:
 
 
 def _distractors(rng: random.Random, count: int, names: list[str]) -> list[str]:
-    """``count`` sentences: facts about some of ``names``, at least one, and fillers."""
-    facts = min(len(names), max(1, round(rng.uniform(*_FACT_SHARE) * count)))
+    """``count`` sentences: fillers, and perhaps a fact about somebody of ``names``."""
+    facts = rng.randint(*_OTHER_FACTS)
     sentences = [_filler(rng) for _ in range(count - facts)]
     for name in names[:facts]:
         number = rng.randint(2, 9) if rng.random() < _ONE_DIGIT_SHARE else rng.randint(10, 99)

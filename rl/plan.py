@@ -6,6 +6,7 @@ for each of the node's workers). Trainer and engine share the device.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -36,13 +37,10 @@ CPU_KV_BYTES = GIB
 """Of an engine without a GPU, where the recipe does not say (rl.verl_config)."""
 CPU_KEPT_BYTES = 256 << 20
 """Experts of a layer whose decoded weights the CPU engine keeps (rollout.experts)."""
-MSA_DENSE_TOKENS = 2048
-"""Up to this length every block of 128 is among the 16 selected, and no mask is needed."""
-CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 22
 """Most pairs of query and key whose mask is made at once (kernels.msa); up to it, it stays for the backward pass."""
-MSA_CAPTURED_BYTES = 6
-"""Of each element of a layer's queries, kept until the backward pass although the layer is checkpointed: the chunks of
-kernels.msa.attend have q, k and v by closure, which an outer checkpoint cannot drop. 0 once they are arguments."""
+EXPERT_TOKENS = 8192
+"""Most tokens that a layer's experts take at once (quant.experts); the backward pass makes each chunk again."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +143,7 @@ class _Planner:
         self.factors = adapter_factors(shape, self.targets, model.lora_rank, model.share_gate_up_a)
         budget = recipe.trainer.max_tokens_per_micro_batch
         self.tokens = budget or recipe.trainer.micro_batch_size * recipe.max_model_len
+        self.sequences = recipe.trainer.micro_batch_size if budget is None else self.tokens  # at most, in a micro-batch
 
     def bytes_of(self, matrix: Matrix) -> int:
         """A matrix or stack as the checkpoint has it."""
@@ -227,46 +226,44 @@ class _Planner:
         """(kept until the backward pass, what the backward pass of the worst layer needs on top), of sequences of
         `length` tokens."""
         shape, tokens = self.shape, self.tokens
-        moe, dense = layer_bytes(shape, self.targets, routed=True), layer_bytes(shape, self.targets, routed=False)
-        dense_layers = shape.layers - shape.moe_layers
-        kinds = [(saved, peak) for (saved, peak), count in ((moe, shape.moe_layers), (dense, dense_layers)) if count]
-        mask, pairs = self._mask_bytes(length), self._pair_bytes(length)
-        masked = len(shape.index_dims) if shape.index_dims else shape.layers
-        worst = max(peak for _, peak in kinds)
-        decoded = min(DECODED_BYTES, self._decoded_layer()) if self.gpu else self._decoded_layer()
         double = 1 if self.gpu else 2  # without a GPU products are computed in float32
+        kept, peaks, overs = 0, [], []
+        for (routed, sparse), count in self._layer_kinds().items():
+            saved, peak = layer_bytes(shape, self.targets, routed, tokens)
+            attention, pairs = self._attention_bytes(length, sparse)
+            masks = min(tokens, self.sequences * length) * self._mask_bytes(length, sparse)
+            kept += double * count * (saved + masks)
+            overs += [double * (peak - saved), pairs]
+            peaks += [double * (peak + masks), double * (attention + masks) + pairs]
+        decoded = min(DECODED_BYTES, self._decoded_layer()) if self.gpu else self._decoded_layer()
         if self.recipe.model.gradient_checkpointing:
             inputs = (2 if shape.model_type == "minimax_m3_text" else 1) * shape.hidden * self.itemsize
-            captured = double * len(shape.index_dims) * self._captured_bytes(length)
-            attention = max(double * tokens * (state + mask) + size for state, size in pairs)
-            kept = tokens * ((shape.layers + 1) * inputs + captured)  # 1: the final norm's input
-            return kept, max(double * tokens * (worst + mask), attention) + decoded
-        kept = tokens * (shape.moe_layers * moe[0] + dense_layers * dense[0] + masked * mask)
-        over = max(peak - saved for saved, peak in kinds)
-        return double * kept, max(double * tokens * over, *(size for _, size in pairs)) + decoded
+            return tokens * (shape.layers + 1) * inputs, max(peaks) + decoded  # 1: the final norm's input
+        return kept, max(overs) + decoded
 
-    def _mask_bytes(self, length: int) -> int:
+    def _layer_kinds(self) -> Counter[tuple[bool, bool]]:
+        """How many layers have (routed experts, selected blocks)."""
+        kinds = [{matrix.kind for matrix in group.matrices} for group in self.shape.groups]
+        return Counter(("experts" in kind, "index" in kind) for kind in kinds if "attention" in kind)
+
+    def _mask_bytes(self, length: int, sparse: bool) -> int:
         """Bytes a token of the mask that attention keeps for its backward pass (kernels.msa.attend, sdpa's bias)."""
-        if not self.shape.index_dims:
-            return 0 if self.shape.model_type == "minimax_m3_text" else 2 * length
-        return 2 * self.shape.heads * length if MSA_DENSE_TOKENS < length <= math.isqrt(CHUNK_ELEMENTS) else 0
-
-    def _captured_bytes(self, length: int) -> int:
-        """Bytes a token and layer that attention in chunks keeps in spite of checkpointing."""
-        return MSA_CAPTURED_BYTES * self.shape.heads * self.shape.head_dim if length**2 > CHUNK_ELEMENTS else 0
-
-    def _pair_bytes(self, length: int) -> list[tuple[int, int]]:
-        """For the stages of a layer with selected blocks, selection and attention: (bytes a token beside the pairs of
-        query and key, bytes of the pairs of one sequence, whose kept mask not included)."""
         shape = self.shape
-        if not shape.index_dims or length <= MSA_DENSE_TOKENS:
-            return [(0, 0)]
+        if not sparse:
+            return 0 if shape.model_type == "minimax_m3_text" else 2 * length
+        # And the output of each sequence beside that of the batch.
+        return 2 * shape.heads * (length + shape.head_dim) if length**2 <= CHUNK_ELEMENTS else 0
+
+    def _attention_bytes(self, length: int, sparse: bool) -> tuple[int, int]:
+        """Of the backward pass of attention itself, a kept mask not included: (of all tokens, of the pairs of query and
+        key that exist at once)."""
+        shape = self.shape
         query, key, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-        scores = length**2 * (8 * shape.kv_heads + 2)
-        bias = 0 if self._mask_bytes(length) else self.itemsize if self.gpu else 4
-        mask = shape.heads * min(length**2, CHUNK_ELEMENTS) * (1 + bias)
-        attending = max(12 * hidden + 14 * query + 11 * key, 6 * hidden + 20 * query + 5 * key)
-        return [(12 * hidden + 8 * query + 10 * key, scores), (attending, mask)]
+        if not sparse:
+            return self.tokens * (8 * hidden + 24 * query), 0
+        bias = 0 if self._mask_bytes(length, sparse) else self.itemsize if self.gpu else 4
+        state = max(12 * hidden + 14 * query + 11 * key, 6 * hidden + 18 * query + 5 * key)
+        return self.tokens * state, shape.heads * min(length**2, CHUNK_ELEMENTS) * (1 + bias)
 
     def _decoded_layer(self) -> int:
         """One layer's largest stack of experts, decoded to bf16 (float32 without a GPU)."""
@@ -343,8 +340,8 @@ def _shard(factor: Factor, workers: int) -> int:
     return math.ceil(factor.first / workers) * factor.rest
 
 
-def layer_bytes(shape: Shape, targets: list[str], routed: bool) -> tuple[int, int]:
-    """(saved for the backward pass, peak of its own backward pass, those included) in bytes a token of one layer.
+def layer_bytes(shape: Shape, targets: list[str], routed: bool, tokens: int) -> tuple[int, int]:
+    """(saved for the backward pass, peak of its own backward pass, those included) in bytes, of one layer.
 
     Counted on rl.models.minimax_m3 in bf16, along a GPU's path: tests/test_rl_plan_memory.py. Masks are not included.
     """
@@ -353,10 +350,14 @@ def layer_bytes(shape: Shape, targets: list[str], routed: bool) -> tuple[int, in
     if not routed:
         adapted = "dense_mlp" in targets
         saved = (12 if adapted else 10) * hidden + (26 if adapted else 24) * shape.dense_inner
-        return attention + saved, attention + 16 * hidden + 40 * shape.dense_inner
-    shared = (26 if "shared_experts" in targets else 24) * shape.shared_inner
-    if "experts" in targets:
-        saved, peak = 12 * hidden + shape.top_k * (8 * hidden + 26 * shape.inner), 28 * hidden
-    else:
-        saved, peak = 10 * hidden + shape.top_k * (2 * hidden + 24 * shape.inner), 14 * hidden
-    return attention + saved + shared, attention + 18 * hidden + shape.top_k * (peak + 30 * shape.inner) + shared
+        return tokens * (attention + saved), tokens * (attention + 16 * hidden + 40 * shape.dense_inner)
+    adapted = "experts" in targets
+    outside = attention + (26 if "shared_experts" in targets else 24) * shape.shared_inner
+    wide, narrow = (28 if adapted else 14) * hidden + 30 * shape.inner, 6 * hidden + 40 * shape.inner
+    experts = shape.top_k * max(wide, narrow)
+    if tokens > EXPERT_TOKENS:
+        peak = tokens * (outside + 16 * hidden) + EXPERT_TOKENS * (experts - 2 * hidden)
+        return tokens * (outside + 12 * hidden), peak
+    kept = (8 * hidden + 26 * shape.inner) if adapted else (2 * hidden + 24 * shape.inner)
+    saved = outside + (12 if adapted else 10) * hidden + shape.top_k * kept
+    return tokens * saved, tokens * (outside + 18 * hidden + experts)

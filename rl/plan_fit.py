@@ -238,8 +238,8 @@ def _shorter(recipe: Recipe) -> Iterator[Overrides]:
 def smallest_change(recipe: Recipe, machine: Machine) -> Overrides | None:
     """The first change that makes it fit; None: nothing does.
 
-    In order: more nodes, gradient checkpointing, fewer tokens a micro-batch, fewer targets, a smaller rank, another
-    share or cache for the engine; else several together, with shorter answers among them.
+    In order: more nodes, gradient checkpointing, fewer tokens a micro-batch, another share or cache for the engine,
+    fewer targets, a smaller rank; else several together, with shorter answers among them.
     """
     gpus = machine.kind == "gpu"
     known = find_config(recipe)
@@ -257,7 +257,7 @@ def smallest_change(recipe: Recipe, machine: Machine) -> Overrides | None:
 
     cache = functools.partial(_larger_cache, sequence=make_plan(recipe, shape, machine, rule).sequence_bytes, gpus=gpus)
     only_gpus = (_nodes, _other_share)
-    alone = [_nodes, _checkpointing, _fewer_tokens, _fewer_targets, _smaller_rank, _other_share, cache]
+    alone = [_nodes, _checkpointing, _fewer_tokens, _other_share, cache, _fewer_targets, _smaller_rank]
     for kind in (kind for kind in alone if gpus or kind not in only_gpus):
         for overrides in kind(recipe):
             if missing(overrides) == FITS:

@@ -333,7 +333,7 @@ def test_what_cannot_fit_is_refused_with_what_does(capsys, tmp_path, monkeypatch
     line = refused(capsys, "--config", "dapo_math", f"model.path={tmp_path}", "model.shape=null", root)
     assert line.startswith("train_grpo.py: dapo_math does not fit: ") and "no such folder" not in line
     # A machine that is almost large enough: the change is named, and with it the recipe goes on to the next check.
-    monkeypatch.setattr(plan_fit, "memory_gib", lambda: 4.5)
+    monkeypatch.setattr(plan_fit, "memory_gib", lambda: 4.0)
     line = refused(capsys, "--config", "tiny_math", root)
     assert "smallest change that does: model.gradient_checkpointing=true" in line
     check_plan(load_recipe("tiny_math", ["model.gradient_checkpointing=true"]))
@@ -344,9 +344,11 @@ def test_on_gpus_the_plan_is_for_those_that_are_there(monkeypatch):
     monkeypatch.setattr(plan_fit, "gpu_count", lambda: 8)
     monkeypatch.setattr(plan_fit, "devices", lambda: ["NVIDIA H200, 143771 MiB"] * 8)
     monkeypatch.setattr(plan_fit, "memory_gib", lambda: 4096.0)
-    recipe = load_recipe("dapo_math", ["model.path=models/none"])
+    assert plan_fit.refusal(load_recipe("dapo_math", ["model.path=models/none"])) is None
+    large = ["model.path=models/none", "rollout.gpu_memory_utilization=0.5"]
+    recipe = load_recipe("dapo_math", large)
     needed = plan_fit.plan_recipe(recipe, Machine("gpu", 143771 / 1024, "")).needed
     line = plan_fit.refusal(recipe)
     assert f"needs {needed / GIB:.1f} GiB per GPU and 140.4 are there" in line and "smallest change that does: " in line
     overrides = line.partition("smallest change that does: ")[2].partition(";")[0].split()
-    assert plan_fit.refusal(load_recipe("dapo_math", ["model.path=models/none", *overrides])) is None
+    assert plan_fit.refusal(load_recipe("dapo_math", [*large, *overrides])) is None

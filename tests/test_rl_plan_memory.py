@@ -20,13 +20,16 @@ from quant.mxfp8 import MXFP8Tensor
 from quant.nvfp4 import NVFP4Tensor
 from rl import lora, modeling, plan
 from rl.config import Recipe, load_recipe
-from rl.models.minimax_m3 import MiniMaxM3Config, MiniMaxM3SparseForCausalLM
-from rl.plan import ENTROPY_LOGITS_BYTES, LOGITS_BYTES, MSA_DENSE_TOKENS, Machine, layer_bytes, make_plan
+from rl.models.minimax_m3 import MiniMaxM3Attention, MiniMaxM3Config, MiniMaxM3SparseForCausalLM
+from rl.plan import ENTROPY_LOGITS_BYTES, LOGITS_BYTES, Machine, layer_bytes, make_plan
+from rl.plan_fit import plan_recipe
 from rl.plan_shapes import read_shape
 
 META = {"device": "meta"}
 GPU = Machine("gpu", 139.0, "a test")
 ADAPTED = ["attention", "experts", "shared_experts", "dense_mlp"]
+LONGEST_MASK = 2048
+"""Longest sequence whose mask is made at once."""
 
 
 class Live(TorchDispatchMode):
@@ -107,11 +110,14 @@ SIZES |= {"shared_intermediate_size": 256, "num_attention_heads": 16, "num_key_v
 SIZES |= {"vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 4, "rotary_dim": 32}
 
 
-def config(layers: int, routed: bool, sparse: bool) -> MiniMaxM3Config:
+def config(layers: int, routed: bool, sparse: bool, **sizes: int) -> MiniMaxM3Config:
     """A small M3 of equal layers."""
     switches = {"sparse_attention_freq": [int(sparse)] * layers, "sparse_index_dim": 64}
     return MiniMaxM3Config(
-        num_hidden_layers=layers, moe_layer_freq=[int(routed)] * layers, sparse_attention_config=switches, **SIZES
+        num_hidden_layers=layers,
+        moe_layer_freq=[int(routed)] * layers,
+        sparse_attention_config=switches,
+        **(SIZES | sizes),
     )
 
 
@@ -147,11 +153,11 @@ def model_of(settings: MiniMaxM3Config, targets: list[str]) -> nn.Module:
     return model.train()
 
 
-def live_bytes(model: nn.Module, tokens: int, checkpointing: bool) -> tuple[float, float]:
-    """(kept after the forward pass, peak of the backward pass on top of it) in bytes a token."""
+def live_bytes(model: nn.Module, tokens: int, checkpointing: bool, rows: int = 1) -> tuple[float, float]:
+    """(kept after the forward pass, peak of the backward pass on top of it) in bytes a token, of `rows` sequences."""
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.empty(1, tokens, dtype=torch.long, **META)
+    ids = torch.empty(rows, tokens // rows, dtype=torch.long, **META)
     with Live(*model.parameters()) as live:
         hidden = model.model(ids).last_hidden_state
         kept, live.peak = live.now, 0
@@ -159,19 +165,33 @@ def live_bytes(model: nn.Module, tokens: int, checkpointing: bool) -> tuple[floa
     return kept / tokens, (live.peak - kept) / tokens
 
 
+@pytest.fixture
+def padded(monkeypatch):
+    """Sequences one by one, as in a padded micro-batch: masks although every block is selected."""
+    monkeypatch.setattr(MiniMaxM3Attention, "_is_dense", lambda self, length: self.selection is None)
+
+
+@pytest.mark.parametrize("tokens", [8192, 22528], ids=["together", "experts in chunks"])
 @pytest.mark.parametrize(
     ("routed", "targets"),
     [(True, ["attention"]), (True, ADAPTED[:3]), (False, ["attention"]), (False, ["attention", "dense_mlp"])],
     ids=["experts", "experts adapted", "dense", "dense adapted"],
 )
-def test_activations_of_a_layer(routed, targets):
+def test_activations_of_a_layer(routed, targets, tokens):
     """What a layer keeps, without checkpointing, and with it what its recomputation and backward pass need."""
-    tokens = 16384
     one, two = (config(layers, routed, False) for layers in (1, 2))
-    saved, peak = layer_bytes(read_shape(two.to_dict()), targets, routed)
+    saved, peak = (size / tokens for size in layer_bytes(read_shape(two.to_dict()), targets, routed, tokens))
     kept = live_bytes(model_of(two, targets), tokens, False)[0] - live_bytes(model_of(one, targets), tokens, False)[0]
     assert kept == pytest.approx(saved, rel=0.02)
     assert live_bytes(model_of(two, targets), tokens, True)[1] == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384])
+@pytest.mark.parametrize("targets", [["attention"], ADAPTED[:3]], ids=["experts", "experts adapted"])
+def test_experts_wider_than_the_hidden_size(targets, tokens):
+    settings = config(1, True, False, intermediate_size=5 * SIZES["hidden_size"])
+    peak = layer_bytes(read_shape(settings.to_dict()), targets, True, tokens)[1]
+    assert live_bytes(model_of(settings, targets), tokens, True)[1] * tokens == pytest.approx(peak, rel=0.03)
 
 
 def recipe_of(length: int, *overrides: str) -> Recipe:
@@ -186,66 +206,119 @@ def planned(settings: MiniMaxM3Config, length: int, *overrides: str) -> dict[str
     return make_plan(recipe_of(length, *overrides), read_shape(settings.to_dict()), GPU).update
 
 
-def longest_alone(settings: MiniMaxM3Config, length: int) -> tuple[float, float]:
-    """What the planner counts for one sequence, without short ones: (kept, backward pass of a layer) bytes a token."""
-    planner = plan._Planner(recipe_of(length), read_shape(settings.to_dict()), GPU, lambda module: None)
-    kept, backward = planner._activations(length)
-    return kept / length, backward / length
+def planned_backward(settings: MiniMaxM3Config, tokens: int, length: int, *overrides: str) -> float:
+    """Bytes a token that the planner counts for the backward pass of a layer, of sequences of `length` alone."""
+    shape = read_shape(settings.to_dict())
+    planner = plan._Planner(recipe_of(tokens, *overrides), shape, GPU, lambda module: None)
+    return planner._activations(length)[1] / tokens
 
 
 def test_limits_are_those_of_the_modules():
     assert plan.LOGITS_TOGETHER == modeling.LOGITS_TOGETHER and plan.CHUNK_ELEMENTS == kernels.msa.CHUNK_ELEMENTS
-    selection = kernels.msa.Selection()
-    assert selection.top_k * selection.block_size == MSA_DENSE_TOKENS
-
-
-def test_checkpointed_layers_keep_hidden_and_residual():
-    settings = config(3, True, False)
-    kept = live_bytes(model_of(settings, ["attention"]), 1024, True)[0]
-    assert planned(settings, 1024)["activations kept"] / 1024 == 4 * 2 * 2 * SIZES["hidden_size"]
-    assert kept == pytest.approx(4 * 2 * 2 * SIZES["hidden_size"], rel=0.02)
-
-
-@pytest.mark.parametrize("length", [MSA_DENSE_TOKENS, 4096, 4224, 8192])
-def test_masks_of_sparse_attention(length):
-    """None as long as every block is selected; then 2 bytes for each head and pair, until the queries go in chunks."""
-    targets = ["attention"]
-    sparse, full = (live_bytes(model_of(config(1, True, on), targets), length, False)[0] for on in (True, False))
-    mask = 2 * SIZES["num_attention_heads"] * length if length == 4096 else 0
-    assert sparse - full == pytest.approx(mask, rel=0.05, abs=2000)
-
-
-@pytest.mark.parametrize("length", [4096, 4224, 16384])
-def test_chunks_of_attention_outlive_a_checkpointed_layer(length):
-    """Of the queries in chunks q, k and v for every head stay; if less does, MSA_CAPTURED_BYTES has to follow."""
-    settings = config(2, True, True)
-    kept = live_bytes(model_of(settings, ["attention"]), length, True)[0]
-    assert kept == pytest.approx(longest_alone(settings, length)[0], rel=0.05)
+    assert plan.EXPERT_TOKENS == quant.experts.TOKENS_TOGETHER
 
 
 @pytest.mark.parametrize(
-    ("length", "stage"), [(4096, "experts"), (4224, "mask of a chunk"), (5120, "mask of a chunk"), (16384, "scores")]
+    ("length", "sparse"), [(1024, False), (16384, False), (2048, True), (2176, True), (16384, True)]
 )
-def test_backward_of_a_layer_with_selected_blocks(length, stage):
-    """The largest of: experts with the mask that is kept, attention with a chunk's mask, selection with its scores."""
-    heads, index_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
-    settings = config(1, True, True)
-    pairs = {
-        "experts": 2 * heads * length,
-        "mask of a chunk": 3 * heads * kernels.msa.CHUNK_ELEMENTS / length,
-        "scores": (8 * index_heads + 2) * length,
-    }[stage]
-    backward = longest_alone(settings, length)[1]
-    assert pairs < backward < pairs + layer_bytes(read_shape(settings.to_dict()), ["attention"], True)[1] * 1.01
-    assert live_bytes(model_of(settings, ["attention"]), length, True)[1] == pytest.approx(backward, rel=0.04)
+def test_checkpointed_layers_keep_hidden_and_residual(length, sparse):
+    """And nothing else: no chunk of attention or experts outlives its layer."""
+    settings = config(3, True, sparse)
+    kept = live_bytes(model_of(settings, ["attention"]), length, True)[0]
+    assert planned(settings, length)["activations kept"] / length == 4 * 2 * 2 * SIZES["hidden_size"]
+    assert kept == pytest.approx(4 * 2 * 2 * SIZES["hidden_size"], rel=0.02)
+
+
+@pytest.mark.parametrize("length", [LONGEST_MASK, 2176, 4096, 8192])
+def test_no_mask_of_sparse_attention_is_kept(length):
+    """Every block is selected, or the queries go in chunks."""
+    targets = ["attention"]
+    sparse, full = (live_bytes(model_of(config(1, True, on), targets), length, False)[0] for on in (True, False))
+    assert sparse == pytest.approx(full, abs=2000)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(512, 4), (LONGEST_MASK, 1), (LONGEST_MASK, 3), (2176, 3)])
+def test_masks_of_a_padded_micro_batch(length, rows, padded):
+    """2 bytes for each head and pair, and a second output, up to the length whose queries go in chunks."""
+    heads, tokens = SIZES["num_attention_heads"], rows * length
+    sparse, full = (
+        live_bytes(model_of(config(1, True, on), ["attention"]), tokens, False, rows)[0] for on in (True, False)
+    )
+    mask = 2 * heads * (length + SIZES["head_dim"]) if length <= LONGEST_MASK else 0
+    assert sparse - full == pytest.approx(mask, rel=0.05, abs=2000)
+
+
+@pytest.mark.parametrize(
+    ("length", "rows", "heads", "stage"),
+    [
+        (1024, 6, 16, "masks"),
+        (LONGEST_MASK, 3, 16, "masks"),
+        (LONGEST_MASK, 11, 16, "masks"),
+        (2176, 1, 64, "attention"),
+        (8192, 1, 64, "attention"),
+        (22528, 1, 64, "attention"),
+        (22528, 1, 16, "experts"),
+    ],
+)
+def test_backward_of_a_layer_with_selected_blocks(length, rows, heads, stage, padded):
+    """The larger of: experts beside the masks that are kept, attention with one chunk's."""
+    settings, tokens = config(1, True, True, num_attention_heads=heads), length * rows
+    experts = layer_bytes(read_shape(settings.to_dict()), ["attention"], True, tokens)[1] / tokens
+    backward = planned_backward(settings, tokens, length)
+    if stage == "masks":
+        experts += 2 * heads * (length + SIZES["head_dim"])
+    assert backward == pytest.approx(experts) if stage != "attention" else backward > experts
+    assert live_bytes(model_of(settings, ["attention"]), tokens, True, rows)[1] == pytest.approx(backward, rel=0.04)
+
+
+def test_backward_of_full_attention():
+    """Where neither experts nor a dense layer's MLP need more."""
+    narrow = {"intermediate_size": 16, "shared_intermediate_size": 16, "num_attention_heads": 64}
+    settings = config(2, True, False, **narrow)
+    backward = planned_backward(settings, 16384, 16384)
+    assert backward == 8 * SIZES["hidden_size"] + 24 * 64 * SIZES["head_dim"]
+    assert live_bytes(model_of(settings, ["attention"]), 16384, True)[1] == pytest.approx(backward, rel=0.03)
 
 
 def test_a_micro_batch_of_short_sequences_keeps_their_masks():
     """The worst of it is planned, although the longest sequence keeps none."""
     settings = config(1, True, True)
-    for length in (4096, 6144):
+    for length in (LONGEST_MASK, 6144):
         items = planned(settings, length, "trainer.max_tokens_per_micro_batch=65536")
-        assert items["backward of one layer"] >= 65536 * 2 * SIZES["num_attention_heads"] * 4096
+        assert items["backward of one layer"] >= 65536 * 2 * SIZES["num_attention_heads"] * LONGEST_MASK
+
+
+def test_masks_count_up_to_2048_tokens_and_experts_up_to_8192():
+    def need(length: int, tokens: int = 12288) -> float:
+        lengths = ("data.max_prompt_length=512", f"data.max_response_length={length - 512}")
+        small = f"trainer.max_tokens_per_micro_batch={tokens}"
+        return plan_recipe(load_recipe("dapo_math", (*lengths, small)), GPU).update["backward of one layer"]
+
+    assert need(2048) - need(1024) == 12288 * 2 * 64 * 1024 and need(12288) == need(2048)
+    more = 12 * 8192 + 4 * 512 + 16 * 6144 + 26 * 3072 + 2 * 64 * (2048 + 128)  # a token, without those of experts
+    assert need(2048, 16384) - need(2048, 12288) == 4096 * more
+
+
+def test_a_micro_batch_of_one_sequence_keeps_no_more_than_its_mask():
+    def backward(*overrides: str) -> int:
+        return plan_recipe(load_recipe("dapo_math", overrides), GPU).update["backward of one layer"]
+
+    one = backward("trainer.max_tokens_per_micro_batch=null", "trainer.micro_batch_size=1")
+    assert backward() - one > 9 * 2 * 64 * 2048**2  # of the eleven sequences of 2048 tokens that the budget allows
+
+
+M3_SIZES = {"hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 12288, "head_dim": 128}
+M3_SIZES |= {"shared_intermediate_size": 3072, "num_attention_heads": 64, "num_key_value_heads": 4, "rotary_dim": 64}
+M3_SIZES |= {"num_local_experts": 128}
+
+
+@pytest.mark.parametrize(("rows", "sparse"), [(1, True), (11, True), (1, False)], ids=["longest", "short", "dense"])
+def test_layers_at_the_size_of_minimax_m3(rows, sparse, padded):
+    """dapo_math's micro-batch, of one longest sequence and of many short ones, and a layer of the first three."""
+    tokens, targets = 22528, ADAPTED[:3] if sparse else ["attention"]
+    settings = config(1, sparse, sparse, **M3_SIZES)
+    backward = planned_backward(settings, tokens, tokens // rows, f"model.lora_targets=[{','.join(targets)}]")
+    assert live_bytes(model_of(settings, targets), tokens, True, rows)[1] == pytest.approx(backward, rel=0.01)
 
 
 @pytest.mark.parametrize("rows", [48, 256], ids=["one chunk", "chunks"])

@@ -1,6 +1,7 @@
 """The tiny MiniMax-M3's own training: recall batches, balance of the experts, what it makes of solutions."""
 
 import re
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -83,8 +84,7 @@ def test_solutions_are_judged_whole(tokenizer):
 
 @pytest.mark.slow
 def test_assets_are_made_whole_and_load_on_both_sides(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.models.tiny_assets.TRAIN_ROWS", 6)
-    monkeypatch.setattr("rl.models.tiny_assets.TEST_ROWS", 3)
+    monkeypatch.setattr("rl.models.tiny_m3.FAMILY", replace(tiny_m3.FAMILY, rows=(6, 3)))
     plan = tiny_m3.LongPlan(steps=4, batch_size=4, short_batch_size=2, long_batch_size=1)
     summary = make_assets(tmp_path / "out", plan, show_progress=False)
     assert summary["steps"] == 4 and summary["bf16"]["problems"] == 3

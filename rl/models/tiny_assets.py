@@ -42,6 +42,8 @@ class Family:
     """(model, tokenizer, plan, minutes, show_progress) -> what was seen."""
     evaluate: Callable[..., dict]
     """(model, tokenizer, problems, seed) -> accuracies."""
+    rows: tuple[int, int] = (TRAIN_ROWS, TEST_ROWS)
+    """Problems to train on, and held out."""
 
 
 def family_of(size: str) -> Family:
@@ -105,8 +107,9 @@ def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool
     from quant.checkpoint import quantize_checkpoint
 
     family = family_of(plan.size)
-    train_problems = family.generate("train", TRAIN_ROWS, plan.seed)
-    test_problems = family.generate("test", TEST_ROWS, plan.seed)
+    train_rows, test_rows = family.rows
+    train_problems = family.generate("train", train_rows, plan.seed)
+    test_problems = family.generate("test", test_rows, plan.seed)
     write_rows(family.to_rows(train_problems, "train"), folder / "train.parquet")
     write_rows(family.to_rows(test_problems, "test"), folder / "test.parquet")
     tokenizer = family.build_tokenizer(plan.seed)

@@ -23,7 +23,7 @@ from rl.models.tiny_assets import Family
 from rl.models.tiny_m3_tokenizer import build_tokenizer
 from rl.models.tiny_training import IGNORE, Batch, Plan, calculations, collate, demonstrations, fit
 
-RECALLED = 8
+RECALLED = 3
 """Facts of a text of `recalls`."""
 
 
@@ -32,10 +32,10 @@ class LongPlan(Plan):
     """How it is trained; the defaults made the committed checkpoint."""
 
     size: str = "tiny_m3"
-    steps: int = 900
+    steps: int = 650
     calculation_share: float = 0.3
     """Share of the steps on calculations and recall, in turns, before the demonstrations."""
-    short_share: float = 0.35
+    short_share: float = 0.3
     """Share of the steps on short problems after that; the rest is on long ones."""
     short_batch_size: int = 56
     long_batch_size: int = 12
@@ -102,7 +102,7 @@ class Balance:
 
 
 def recalls(tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int) -> Iterator[Batch]:
-    """Endless batches of eight facts that are said again in another order; only the numbers in the repetition carry
+    """Endless batches of a few facts that are said again in another order; only the numbers in the repetition carry
     loss. The induction that this needs finds the facts of problems later."""
     rng = random.Random(f"recalls:{seed}")
     digits = torch.tensor(sorted(tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)))
@@ -186,4 +186,5 @@ FAMILY = Family(
     build_model=lambda tokenizer, plan: build_model(tokenizer, plan.seed),
     train=train,
     evaluate=lambda model, tokenizer, problems, _seed: solves(model, tokenizer, problems),
+    rows=(2048, 128),
 )
