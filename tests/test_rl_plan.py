@@ -304,8 +304,8 @@ SHORT = ("data.max_response_length=2048", "trainer.max_tokens_per_micro_batch=40
     ("name", "overrides", "machine", "first"),
     [
         ("dapo_math", ("rollout.gpu_memory_utilization=0.25",), H200, "rollout.gpu_memory_utilization"),
-        ("dapo_math", (), Machine("gpu", 120.0, ""), "rollout.gpu_memory_utilization"),  # with shorter answers
-        ("dapo_math", ("rollout.gpu_memory_utilization=0.38",), H200, "trainer.nodes"),
+        ("dapo_math", (), Machine("gpu", 120.0, ""), "trainer.nodes"),
+        ("dapo_math", ("rollout.gpu_memory_utilization=0.42",), H200, "trainer.nodes"),
         ("dapo_math", (*SHORT, "rollout.gpu_memory_utilization=0.2"), H200, "rollout.gpu_memory_utilization"),
         ("dapo_math", (*SHORT, "model.gradient_checkpointing=false"), H200, "model.gradient_checkpointing"),
         ("tiny_math", ("trainer.micro_batch_size=64",), Machine("cpu", 4.0, ""), "model.gradient_checkpointing"),
