@@ -3,8 +3,8 @@
 Layer 0 is dense in attention and MLP; layers 1-3 have MSA (top 2 of the blocks of 128, one of them the own) and 16
 routed experts with a shared one. Head dimension and block size are the real model's, so that the GPU's kernels run it.
 It learns in float32: to calculate and to repeat the facts of a text, then short problems, in which every block is
-selected, then long ones. The indexer learns from attention itself (`msa.index_loss`), the routers' selection bias from
-the load of the experts.
+selected, then long ones, with calculations again beside them. The indexer learns from attention itself
+(`msa.index_loss`), the routers' selection bias from the load of the experts.
 """
 
 import random
@@ -32,11 +32,11 @@ class LongPlan(Plan):
     """How it is trained; the defaults made the committed checkpoint."""
 
     size: str = "tiny_m3"
-    steps: int = 650
-    calculation_share: float = 0.3
+    steps: int = 710
+    calculation_share: float = 0.275
     """Share of the steps on calculations and recall, in turns, before the demonstrations."""
-    short_share: float = 0.3
-    """Share of the steps on short problems after that; the rest is on long ones."""
+    short_share: float = 0.275
+    """Share of the steps on short problems after that; the rest is on long ones and calculations, in turns."""
     short_batch_size: int = 56
     long_batch_size: int = 12
     balance: float = 0.004
@@ -124,14 +124,11 @@ def train(
     show_progress: bool = True,
 ) -> dict:
     """Trains ``model`` in place; see ``tiny_training.fit``."""
-    basics = cycle(
-        (
-            calculations(tokenizer, plan.seed + 1, plan.batch_size),
-            recalls(tokenizer, plan.seed + 4, plan.short_batch_size),
-        )
-    )
+    plain = calculations(tokenizer, plan.seed + 1, plan.batch_size)
+    recalled = recalls(tokenizer, plan.seed + 4, plan.short_batch_size)
     short = _demonstrations(tokenizer, plan.seed + 2, plan.short_batch_size, plan.slip_rate, long_math.SHORT)
     long = _demonstrations(tokenizer, plan.seed + 3, plan.long_batch_size, plan.slip_rate, long_math.LONG)
+    basics, problems = cycle((plain, recalled)), cycle((long, plain))
     balance = Balance(model, plan.balance)
     heads = model.config.num_key_value_heads
 
@@ -139,7 +136,7 @@ def train(
         if done < plan.calculation_share:
             batch = next(next(basics))
         else:
-            batch = next(short if done < plan.calculation_share + plan.short_share else long)
+            batch = next(short if done < plan.calculation_share + plan.short_share else next(problems))
         tokens = batch.input_ids.numel()
         train_indexer(model, plan.index_loss / (tokens * heads), dense=True)
         loss = loss_of(model, batch)
