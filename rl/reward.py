@@ -26,6 +26,8 @@ STARTUP_S = 120.0
 """Limit of the worker's start, which imports sympy; counted apart, so that a loaded machine makes no answer wrong."""
 MAX_ANSWER_CHARS = 512
 """A longer answer is judged wrong unread: no gold answer is that long, and sympy's parser is superlinear."""
+_TAIL_CHARS = 4096
+"""Where the last answer line is looked for first, so that 20 000 tokens of reasoning before it cost nothing."""
 
 _WORKER = Path(__file__).with_name("reward_worker.py")
 # The rest of the line, or a formula in display delimiters, which may begin on a line of its own.
@@ -80,8 +82,12 @@ def extract_answer(response: str) -> str | None:
 
     Special tokens, wrappers and a closing period are taken off, unless the text is too long to be an answer.
     """
-    text = _SPECIAL_TOKEN.sub("", response)
+    start = response.find("\n", len(response) - _TAIL_CHARS) + 1 if len(response) > _TAIL_CHARS else 0
+    text = _SPECIAL_TOKEN.sub("", response[start:])
     found = _ANSWER_LINE.findall(text)
+    if start and not found:
+        text = _SPECIAL_TOKEN.sub("", response)
+        found = _ANSWER_LINE.findall(text)
     answer = found[-1].strip() if found else _last_boxed(text)
     if answer is None or len(answer) > MAX_ANSWER_CHARS:  # unwrapping is quadratic in the depth of the wrappers
         return answer and answer[: MAX_ANSWER_CHARS + 1]

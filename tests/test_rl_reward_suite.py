@@ -58,6 +58,20 @@ def test_a_long_response_is_read_in_linear_time():
         assert time.process_time() - started < 2, part
 
 
+def test_the_last_answer_line_is_found_however_much_stands_around_it():
+    filler = "We add one and one.\n" * 1000
+    for response in (
+        f"{filler}Answer: 42",
+        f"Answer: 42\n{filler}",
+        f"Answer: 41\n{filler}Answer: 42\nThat is all.",
+        f"Answer: 41\n{filler}Answer: 42\n{filler}",
+        f"{filler}\\boxed{{42}}\n{filler}",
+        "x" * 10_000 + " Answer: 42",
+        "\n" * 10_000 + "Answer: 42" + "\n" * 10_000,
+    ):
+        assert extract_answer(response) == "42", response[:20]
+
+
 def test_an_answer_that_is_too_long_is_wrong_unread_and_not_kept_whole():
     result = score("Answer: " + "{" * 50_000 + "42" + "}" * 50_000, "42")
     assert (result.correct, result.error, len(result.answer)) == (False, None, MAX_ANSWER_CHARS + 1)
