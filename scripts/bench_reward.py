@@ -82,6 +82,7 @@ def speed(seconds: float) -> dict:
     short, long = "6 * 7 = 42\nAnswer: 42", REASONING + "Answer: 42"
     with ProcessPoolExecutor(2) as pool:
         two = sum(pool.map(rate, [long] * 2, ["43"] * 2, [seconds] * 2))
+    score("Answer: \\frac{2}{4}", "0.5")  # the worker's start is none of a formula's time
     return {
         "integer_short": round(rate(short, "43", seconds)),
         "integer_long": round(rate(long, "43", seconds)),
