@@ -151,11 +151,12 @@ def step_text(row: dict[str, Any]) -> str:
     parts = (
         ("reward", "reward {:+.2f}"),
         ("accuracy", "accuracy {:.1%}"),
-        ("kept_groups", "kept {:.0%}"),
-        ("gen_batches", "of {:.1f} batches"),
+        ("kept", "kept {}"),
         ("kl_k3", "k3 {:.1e}"),
         ("tokens_per_s", "{:.0f} tokens/s"),
     )
+    if row.get("gen_batches") is not None:
+        row = {**row, "kept": f"{row['kept_groups']:.0%} of {row['gen_batches']:.1f} batches"}
     texts = [form.format(row[key]) for key, form in parts if row.get(key) is not None]
     failed = {key: int(row.get(f"reward_{key}") or 0) for key in ("errors", "timeouts")}
     texts += [f"{number} reward {key}" for key, number in failed.items() if number]

@@ -103,6 +103,24 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
             ],
             {"rule": algorithm.get("rollout_is_threshold")},
         ),
+        *_answer_plots(rows),
+        (
+            "Seconds a step",
+            "by phase",
+            [
+                Series(name, column(rows, f"time_{name}"))
+                for name in ("step", "generate", "update", "sync")
+                if column(rows, f"time_{name}")
+            ],
+            {"floor": 0.0},
+        ),
+    ]
+    return [line_plot(title, note, series, **options) for title, note, series, options in plots]
+
+
+def _answer_plots(rows: list[dict]) -> list[tuple]:
+    """What the samples are like: title, note, series and options of each plot."""
+    plots = [
         ("Entropy", "mean -log p of the sampled tokens", [Series("entropy", column(rows, "entropy"))], {"floor": 0.0}),
         ("Response length", "tokens, mean", [Series("length", column(rows, "response_length"))], {"floor": 0.0}),
         (
@@ -113,16 +131,6 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
                 for name, key in (("cut off", "clip_ratio"), ("no answer", "no_answer"), ("overlong", "overlong"))
             ],
             {"floor": 0.0, "percent": True},
-        ),
-        (
-            "Seconds a step",
-            "by phase",
-            [
-                Series(name, column(rows, f"time_{name}"))
-                for name in ("step", "generate", "update", "sync")
-                if column(rows, f"time_{name}")
-            ],
-            {"floor": 0.0},
         ),
     ]
     if column(rows, "gen_batches"):
@@ -137,7 +145,7 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
             ),
             ("Generation batches", "sampled groups over the batch size", batches, {"floor": 0.0}),
         ]
-    return [line_plot(title, note, series, **options) for title, note, series, options in plots]
+    return plots
 
 
 def column(rows: list[dict], key: str) -> list[tuple[float, float]]:

@@ -77,6 +77,17 @@ def test_columns_are_known_to_the_run_folder_and_keep_verls_names_elsewhere():
     assert set(VERL_COLUMNS) | set(TIMINGS) | set(LOGGED_AS) <= set(METRIC_KEYS)
 
 
+def test_the_line_of_a_step_shows_what_was_kept_and_what_was_not_judged():
+    from rl.progress import step_text
+
+    shown = {"reward": -0.25, "accuracy": 0.4, "kl_k3": 1e-6, "reward_errors": 0.0, "reward_timeouts": 0.0}
+    assert step_text(shown) == "reward -0.25  accuracy 40.0%  k3 1.0e-06"
+    shown |= {"kept_groups": 0.625, "gen_batches": 1.6, "reward_errors": 1.0, "reward_timeouts": 3.0}
+    assert step_text(shown) == (
+        "reward -0.25  accuracy 40.0%  kept 62% of 1.6 batches  k3 1.0e-06  1 reward errors  3 reward timeouts"
+    )
+
+
 def test_wandb_and_tensorboard_take_what_is_logged(tmp_path, monkeypatch):
     """Offline: verl's own Tracking writes event files and a wandb run, and the consistency report is its artifact."""
     import wandb
