@@ -62,16 +62,17 @@ def _iter_rows(path: Path) -> Iterator[dict[str, Any]]:
     yield from _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
 
 
-def problem_rows(path: str | Path) -> list[dict[str, Any]]:
+def problem_rows(path: str | Path, name: str | Path | None = None) -> list[dict[str, Any]]:
     """Checked rows of a data set in this schema, or of any file of {question or problem, answer} objects.
 
-    An answer may end a worked solution after "####", as in GSM8K. The question gets DAPO's instruction.
+    An answer may end a worked solution after "####", as in GSM8K. The question gets DAPO's instruction. `name` stands
+    for the path in messages about rows.
 
     Raises:
         DataError: the file cannot be read, or a row has neither form.
     """
-    rows = list(_problems(_iter_rows(Path(path)), path))
-    validate_rows(rows, path)
+    rows = list(_problems(_iter_rows(Path(path)), name or path))
+    validate_rows(rows, name or path)
     return rows
 
 

@@ -87,7 +87,7 @@ class LockstepTrainer(PPOTrainerSync):
 
     def on_train_begin(self) -> None:
         self.folder.stage("first step")
-        log_consistency(self.config.trainer.logger, self.folder.path)  # of the gate before: wandb begins after it
+        log_consistency(self.config.trainer.logger, self.folder.path)  # of step 0: wandb begins after that gate
 
     def on_sample_begin(self) -> None:
         super().on_sample_begin()
@@ -103,7 +103,6 @@ class LockstepTrainer(PPOTrainerSync):
         if self.folder.recipe.consistency.enabled and every and self.global_steps % every == 0:
             started = time.monotonic()
             self._gate(step=self.global_steps, probe=False)
-            log_consistency(self.config.trainer.logger, self.folder.path)
             self.timing_raw["gate"] = time.monotonic() - started
 
     def _verify_adapter(self, step: int) -> None:
@@ -125,6 +124,8 @@ class LockstepTrainer(PPOTrainerSync):
         options = {"probe": probe, "replay_blocks": recipe.consistency.replay_blocks, "step": step}
         report = check(self.trainer_side, self.engine_side, prompts, tokens, limits, **options)
         self.folder.write_consistency(report)
+        if step > 0:  # wandb begins after the first gate: see on_train_begin
+            log_consistency(self.config.trainer.logger, self.folder.path)
         if report.verdict != "pass":
             raise GateError("; ".join([*report.reasons, *report.diagnosis]))
         return report
