@@ -15,7 +15,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 # A parent that was killed can no longer kill: then this alarm, whose default action ends the process, does.
 _GRACE_S = 10
-# 2 ** (10 ** 11) asks for 12 GB at once, before any time limit: a MemoryError then, and the worker lives on.
+# 2^(10^11) alone takes 12 GB; over this limit it is a MemoryError within sympy, and the worker lives on.
 _MEMORY_BYTES = 2 << 30
 
 
