@@ -298,11 +298,6 @@ class Recipe(Section):
     def _fits_together(self) -> "Recipe":
         resolve_workers(self)
         check_batches(self)
-        if self.reward.overlong_buffer >= self.data.max_response_length:
-            raise ValueError(
-                f"reward.overlong_buffer = {self.reward.overlong_buffer}: it is the end of the "
-                f"data.max_response_length = {self.data.max_response_length} tokens; set it lower"
-            )
         adapts_index = any(target.startswith("index") for target in self.model.lora_targets)
         if adapts_index != (self.algorithm.index_loss_coef > 0):
             remedy = (

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from rl.schema_base import NonNegative, NonNegativeFloat, PositiveFloat, Section
+from rl.schema_base import NonNegativeFloat, PositiveFloat, Section
 
 Objective = Literal["reinforce_tis", "ppo_clip"]
 OBJECTIVES = {
@@ -106,9 +106,9 @@ class AlgorithmConfig(Section):
 class RewardConfig(Section):
     """+1 for a right answer, -1 for any other (rl/reward.py), less what a too long one costs."""
 
-    overlong_buffer: NonNegative = 0
-    """DAPO's soft overlong punishment: over the last N tokens of data.max_response_length a growing part of
-    overlong_penalty is taken off; 0 takes nothing off."""
+    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """DAPO's soft overlong punishment: over this last share of data.max_response_length a growing part of
+    overlong_penalty is taken off (0.2: over the last 4096 of 20480 tokens); 0 takes nothing off."""
     overlong_penalty: PositiveFloat = 1.0
     """What a response of data.max_response_length tokens loses."""
 

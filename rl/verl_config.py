@@ -156,7 +156,7 @@ def _reward(recipe: Recipe, cuda: bool) -> dict:
             "max_resp_len": recipe.data.max_response_length,
             "overlong_buffer_cfg": {
                 "enable": True,
-                "len": recipe.reward.overlong_buffer,
+                "len": max(1, round(recipe.reward.overlong_buffer * recipe.data.max_response_length)),
                 "penalty_factor": recipe.reward.overlong_penalty,
                 "log": False,
             },

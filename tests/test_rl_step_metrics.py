@@ -177,7 +177,7 @@ def test_the_last_tokens_cost_a_growing_part_of_the_penalty(length, penalty):
     """48 tokens with a buffer of 16: DAPO's formula ((L_max - L_buffer) - |y|) / L_buffer, times the factor 0.5."""
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
-    config = convert("reward.overlong_buffer=16", "reward.overlong_penalty=0.5")
+    config = convert("reward.overlong_buffer=0.3333", "reward.overlong_penalty=0.5")
     manager_class = resolve_reward_manager_cls(config)
     assert manager_class.__name__ == "DAPORewardManager"
     padded = torch.ones(1, 60, dtype=torch.long)
@@ -205,3 +205,10 @@ def test_the_last_tokens_cost_a_growing_part_of_the_penalty(length, penalty):
 def test_without_a_buffer_verls_plain_manager_judges():
     config = convert()
     assert config.reward.reward_manager.name == "naive" and "reward_kwargs" not in config.reward
+
+
+def test_dapos_buffer_is_dapos():
+    config = convert(recipe="dapo_math.yaml", cuda=True)
+    given = config.reward.reward_kwargs
+    assert (given.max_resp_len, given.overlong_buffer_cfg.len) == (20480, 4096)
+    assert given.overlong_buffer_cfg.penalty_factor == 1.0 and config.reward.num_workers == 8

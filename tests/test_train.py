@@ -114,7 +114,7 @@ def test_a_failed_gate_stops_the_run_with_exit_1_and_the_reason(tmp_path):
 def test_dapos_settings_train_and_are_shown(tmp_path):
     """Clip-higher PPO, dynamic sampling, a penalty on length, and both loggers, offline."""
     settings = ("algorithm.objective=ppo_clip", "algorithm.rollout_is=null", "algorithm.filter_groups=true")
-    settings += ("reward.overlong_buffer=40", "trainer.logger=[console,wandb,tensorboard]")
+    settings += ("reward.overlong_buffer=0.8333", "trainer.logger=[console,wandb,tensorboard]")
     lengths = ("trainer.steps=2", "trainer.val_every=2", "trainer.val_before_train=false", "data.val_limit=16")
     done, run_dir = run(tmp_path, *settings, *lengths, "consistency.every=2")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
