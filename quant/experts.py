@@ -20,7 +20,6 @@ from quant.layers import as_bytes, check_backend, compute_input, input_bytes
 from quant.matmul import frozen_grouped_linear
 from quant.nvfp4 import NVFP4Tensor
 
-
 TOKENS_TOGETHER = 8192
 """The backward pass of a layer's adapted experts needs about 1.3 MB a token at MiniMax-M3's size."""
 

@@ -11,14 +11,17 @@ A row is::
 No torch here: a bad data set is refused before anything heavy is imported.
 """
 
+import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.data_error import DataError
+from rl.hub import hub_set, iter_hub_rows
 from rl.reward import as_integer
 
 DAPO_PREFIX = (
@@ -32,17 +35,13 @@ _MESSAGE_FIELDS = ("role", "content")
 _READERS = (".parquet", ".jsonl")
 
 
-class DataError(ValueError):
-    """A data set that cannot be trained on; the message is one line: file, row, field, remedy."""
-
-
 def dapo_prompt(problem: str) -> str:
     """The problem in the form DAPO-Math-17K was published with: the last line must be ``Answer: $Answer``."""
     return f"{DAPO_PREFIX}{problem}{DAPO_SUFFIX}"
 
 
 def asks_for_answer_line(prompt: str) -> bool:
-    """Whether a prompt already tells the model to end with ``Answer: ...``, the only form ``rl.reward`` reads."""
+    """Whether a prompt already tells the model to end with ``Answer: ...``, which ``rl.reward`` reads first."""
     return any(marker in prompt for marker in _ASKS_FOR_ANSWER_LINE)
 
 
@@ -52,26 +51,60 @@ def load_rows(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DataError: no such file, another suffix, or a file that cannot be read.
     """
-    path = Path(path)
+    return list(_iter_rows(Path(path)))
+
+
+def _iter_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix not in _READERS:
         raise DataError(f"{path}: a data set is a {' or '.join(_READERS)} file; convert it first")
     if not path.is_file():
         raise DataError(f"{path}: no such file; check the path, or prepare the data set first")
-    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    yield from _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
 
 
-def problem_rows(path: str | Path) -> list[dict[str, Any]]:
+def problem_rows(path: str | Path, name: str | Path | None = None) -> list[dict[str, Any]]:
     """Checked rows of a data set in this schema, or of any file of {question or problem, answer} objects.
 
-    An answer may end a worked solution after "####", as in GSM8K. The question gets DAPO's instruction.
+    An answer may end a worked solution after "####", as in GSM8K. The question gets DAPO's instruction. `name` stands
+    for the path in messages about rows.
 
     Raises:
         DataError: the file cannot be read, or a row has neither form.
     """
-    rows = load_rows(path)
-    if rows and isinstance(rows[0], dict) and "prompt" not in rows[0]:
-        rows = [_from_question(row, index, path) for index, row in enumerate(rows)]
-    validate_rows(rows, path)
+    rows = list(_problems(_iter_rows(Path(path)), name or path))
+    validate_rows(rows, name or path)
+    return rows
+
+
+def _problems(rows: Iterable[Any], path: str | Path) -> Iterator[dict[str, Any]]:
+    """Rows in this schema, each checked when it comes."""
+    for index, row in enumerate(rows):
+        if isinstance(row, dict) and "prompt" not in row:
+            row = _from_question(row, index, path)
+        fault = _fault(row)
+        if fault:
+            raise DataError(f"{path}: row {index}: {fault}")
+        yield row
+
+
+def source_rows(source: str, subset: str | None = None, split: str | None = None) -> dict[str, tuple[dict, int]]:
+    """Checked rows of a file, or of a set on the Hub (``rl.hub``), each with the number of its exact copies.
+
+    The Hub's DAPO-Math-17k repeats each problem a hundred times: 1.8 million rows, of which the first copies are kept.
+
+    Raises:
+        DataError: nothing of that name, it cannot be read, or a row has neither form.
+    """
+    path = Path(source)
+    from_file = path.suffix in _READERS or path.exists()
+    rows: dict[str, tuple[dict, int]] = {}
+    for row in _problems(_iter_rows(path) if from_file else iter_hub_rows(hub_set(source, subset, split)), source):
+        text = repr((_messages(row), row["reward_model"]["ground_truth"]))
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        first, copies = rows.get(key, (row, 0))
+        rows[key] = (first, copies + 1)
+    if not rows:
+        raise DataError(f"{source}: no rows; training needs at least one")
     return rows
 
 
@@ -90,19 +123,19 @@ def _from_question(row: Any, index: int, path: str | Path) -> dict[str, Any]:
     }
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path).to_pylist()
+        for batch in pq.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as failure:
         reason = str(failure).splitlines()[0]
         raise DataError(f"{path}: not a readable parquet file ({reason}); write or download it again") from failure
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -111,8 +144,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except json.JSONDecodeError as failure:
                 raise DataError(f"{path}: line {number} is not JSON ({failure.msg}); one object a line") from failure
-            rows.append(row)
-    return rows
+            yield row
 
 
 def validate_rows(rows: Sequence[Any], path: str | Path) -> None:
@@ -227,8 +259,14 @@ def _problem_key(content: str) -> str:
     return "".join(char for char in text.lower() if char.isalnum())
 
 
-def prepare(path_in: str | Path, path_out: str | Path, against: Sequence[str | Path] = ()) -> PrepareReport:
-    """Makes a parquet file that verl and ``rl.reward`` can use as it is.
+def prepare(
+    path_in: str | Path,
+    path_out: str | Path,
+    against: Sequence[str | Path] = (),
+    subset: str | None = None,
+    split: str | None = None,
+) -> PrepareReport:
+    """Makes a parquet file that verl and ``rl.reward`` can use as it is, from a file or a set on the Hub.
 
     Adds DAPO's ``Answer:`` instruction to prompts without it, keeps one of several identical problems, and drops every
     row of a problem whose answers contradict each other, whose answer a float has damaged, or that stands in one of the
@@ -239,8 +277,10 @@ def prepare(path_in: str | Path, path_out: str | Path, against: Sequence[str | P
     """
     if Path(path_out).suffix != ".parquet":
         raise DataError(f"{path_out}: the prepared file is parquet; name it .parquet")
-    rows = problem_rows(path_in)
-    forbidden = {_problem_key(row["prompt"][-1]["content"]) for path in against for row in problem_rows(path)}
+    found = list(source_rows(str(path_in), subset, split).values())
+    rows, read = [row for row, _ in found], sum(copies for _, copies in found)
+    others = (row for path in against for row, _ in source_rows(str(path)).values())
+    forbidden = {_problem_key(row["prompt"][-1]["content"]) for row in others}
     original = [_messages(row) for row in rows]
     prompts = [_with_answer_line(messages) for messages in original]
     answers = defaultdict(set)
@@ -248,13 +288,13 @@ def prepare(path_in: str | Path, path_out: str | Path, against: Sequence[str | P
         answers[prompt].add(_canonical(row["reward_model"]["ground_truth"]))
     kept: dict[tuple, dict[str, Any]] = {}
     added = contradicting = damaged = contaminated = 0
-    for row, before, prompt in zip(rows, original, prompts, strict=True):
+    for (row, copies), before, prompt in zip(found, original, prompts, strict=True):
         if len(answers[prompt]) > 1:
-            contradicting += 1
+            contradicting += copies
         elif float_damaged(row["reward_model"]["ground_truth"]):
-            damaged += 1
+            damaged += copies
         elif _problem_key(before[-1][1]) in forbidden:
-            contaminated += 1
+            contaminated += copies
         elif prompt not in kept:
             added += before != prompt
             kept[prompt] = {**row, "prompt": [dict(zip(_MESSAGE_FIELDS, message, strict=True)) for message in prompt]}
@@ -264,8 +304,8 @@ def prepare(path_in: str | Path, path_out: str | Path, against: Sequence[str | P
             f"{contaminated} stand in an evaluation set; correct reward_model.ground_truth or the sets"
         )
     write_rows(kept.values(), path_out)
-    duplicates = len(rows) - contradicting - damaged - contaminated - len(kept)
-    return PrepareReport(len(rows), len(kept), duplicates, contradicting, added, damaged, contaminated)
+    duplicates = read - contradicting - damaged - contaminated - len(kept)
+    return PrepareReport(read, len(kept), duplicates, contradicting, added, damaged, contaminated)
 
 
 def _messages(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:

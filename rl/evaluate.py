@@ -18,6 +18,7 @@ import numpy as np
 from rl.check import engine_options, existing, libraries_in_log
 from rl.config import ConfigError, Recipe, find_path, load_recipe, run_root, with_absolute_paths
 from rl.data import DataError, problem_rows
+from rl.hub import HUB_SETS
 from rl.launch import Parser
 from rl.preflight import preflight
 from rl.progress import percent
@@ -27,9 +28,11 @@ EXAMPLES = """examples:
   python scripts/evaluate.py --config tiny_math.yaml
   python scripts/evaluate.py --config tiny_math.yaml --adapter runs/latest/adapter --samples 8
   python scripts/evaluate.py --config tiny_math.yaml --data my_problems.jsonl --greedy
+  python scripts/evaluate.py --config dapo_math.yaml --data aime_2024 --samples 32
   python scripts/evaluate.py --compare runs/eval-base runs/eval-adapter
 
-A data set is a parquet or jsonl file in verl's schema, or of {question, answer} objects.
+A data set is a parquet or jsonl file in verl's schema, or of {question, answer} objects; a plain name is a file
+in data/ that scripts/prepare_data.py made.
 exit status: 0 done, 2 bad usage, recipe or data"""
 
 BOOTSTRAP = 2000
@@ -55,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="NAME", help="recipe in recipes/, or a path to one")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two evaluations instead")
     parser.add_argument("--adapter", metavar="DIR", help="adapter (default: the base alone)")
-    parser.add_argument("--data", metavar="FILE", help="data set (default: the recipe's held-out one)")
+    parser.add_argument("--data", metavar="FILE", help="file or name (default: the recipe's held-out set)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples a problem (default: 1)")
     parser.add_argument("--greedy", action="store_true", help="temperature 0, one sample")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
@@ -81,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         recipe = load_recipe(args.config, args.overrides)
         preflight(recipe)
         adapter = existing(args.adapter, "--adapter", "adapter_config.json")
-        data = find_path(args.data or recipe.data.val)
+        data = data_file(args.data or recipe.data.val)
         rows = problem_rows(data)[: args.limit]
         out = output_folder(recipe, args.out)
     except (ConfigError, DataError) as error:
@@ -108,6 +111,20 @@ def main(argv: list[str] | None = None) -> int:
     print(table(result))
     print(f"{out}/samples.jsonl")
     return 0
+
+
+def data_file(value: str) -> Path:
+    """The file of `--data`: a path, or the name of a set that scripts/prepare_data.py wrote into data/."""
+    path = find_path(value)
+    if path.is_file() or Path(value).name != value or Path(value).suffix:
+        return path
+    prepared = find_path(f"data/{value}.parquet")
+    if not prepared.is_file() and value in HUB_SETS:
+        raise ConfigError(
+            f"--data {value}: data/{value}.parquet is not there; make it with "
+            f"python scripts/prepare_data.py {value} data/{value}.parquet"
+        )
+    return prepared
 
 
 def output_folder(recipe: Recipe, wanted: Path | None) -> Path:

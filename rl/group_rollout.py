@@ -118,10 +118,13 @@ class GroupLoopWorker(AgentLoopWorkerTQ):
         per_row["extra_info"] = np.array([dict(prompt.get("extra_info") or {}) for _ in outputs], dtype=object)
         batch = TensorDict({"responses": padded, "attention_mask": mask}, batch_size=count)
         worker = random.choice(self.reward_loop_worker_handles)
+        started = time.monotonic()
         results = await worker.compute_score_batch.remote(DataProto(batch=batch, non_tensor_batch=per_row))
+        seconds = time.monotonic() - started
         for output, result in zip(outputs, results, strict=True):
-            output.reward_score = result["reward_score"]
+            output.reward_score = float(result["reward_score"])  # a tensor, if a penalty on length was taken off
             output.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+            output.extra_fields["reward_s"] = seconds
 
     async def _store(self, outputs: list, prompt: dict, partition: str) -> None:
         """One TransferQueue write for the group; keys are {uid}_{sample}_0."""
@@ -147,11 +150,24 @@ class GroupLoopWorker(AgentLoopWorkerTQ):
                     "global_steps": prompt["global_steps"],
                     "min_global_steps": output.extra_fields["min_global_steps"],
                     "max_global_steps": output.extra_fields["max_global_steps"],
+                    **reward_tag(output.reward_score, output.extra_fields),
                 }
             )
         await tq.async_kv_batch_put(
             keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id=partition
         )
+
+
+def reward_tag(reward: float, extra_fields: dict) -> dict:
+    """What `rl.step_metrics.reward_metrics` needs of a judged sample; `reward` has the penalty on length in it."""
+    judged = extra_fields["reward_extra_info"]
+    return {
+        "correct": bool(judged["acc"]),
+        "answered": bool(judged["pred"]),
+        "reward_error": str(judged["error"]),
+        "overlong_penalty": float(reward) - float(judged["score"]),
+        "reward_s": extra_fields["reward_s"],
+    }
 
 
 class GroupLoopManager(AgentLoopManagerTQ):

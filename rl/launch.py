@@ -215,6 +215,7 @@ class Run:
         env["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env["PYTHONUNBUFFERED"] = "1"
         env |= {"WANDB_MODE": self.recipe.trainer.wandb_mode, "WANDB_DIR": str(self.run_dir), "WANDB_SILENT": "true"}
+        env["TENSORBOARD_DIR"] = str(self.run_dir / "tensorboard")
         self.ray_tmp.mkdir(parents=True, exist_ok=True)
         with (self.run_dir / "logs" / "trainer.log").open("ab") as log:
             return subprocess.Popen(

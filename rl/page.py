@@ -79,6 +79,7 @@ figure { margin:0; } figure svg { width:100%; height:auto; display:block; margin
 details, section:not(.plots):not(.tiles) { margin-bottom:12px; overflow-x:auto; } summary { cursor:pointer; }
 table { border-collapse:collapse; font-size:13px; margin-top:8px; } th { text-align:left; color:var(--quiet); }
 td, th { padding:3px 14px 3px 0; vertical-align:top; border-top:1px solid var(--line); }
+.samples td { white-space:pre-wrap; overflow-wrap:anywhere; max-width:32em; }
 .kv td { overflow-wrap:anywhere; } .kv td:first-child { color:var(--quiet); white-space:nowrap; }
 svg text { fill:var(--quiet); font:11px system-ui, sans-serif; } svg .grid { stroke:var(--line); }
 svg .rule { stroke:var(--quiet); stroke-dasharray:5 4; } svg .s { fill:none; stroke-width:1.8; }

@@ -297,11 +297,10 @@ def check_data(key: str, value: str) -> int:
     path = find_path(value)
     if not path.is_file():
         raise ConfigError(f"{key} = {value!r}: no such file; set {key} to a parquet or jsonl file")
-    from rl.data import DataError, load_rows, validate_rows  # reads parquet: only once everything cheaper is right
+    from rl.data import DataError, problem_rows  # reads parquet: only once everything cheaper is right
 
     try:
-        rows = load_rows(path)
-        validate_rows(rows, value)
+        rows = problem_rows(path, name=value)
     except DataError as error:
         raise ConfigError(f"{key}: {error}") from None
     return len(rows)

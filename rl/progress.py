@@ -147,14 +147,20 @@ class Progress:
 
 
 def step_text(row: dict[str, Any]) -> str:
-    """reward, accuracy, k3 KL and speed of a step, those that the row has."""
+    """reward, accuracy, kept groups, k3 KL and speed of a step, those that the row has; failed judgements if any."""
     parts = (
         ("reward", "reward {:+.2f}"),
         ("accuracy", "accuracy {:.1%}"),
+        ("kept", "kept {}"),
         ("kl_k3", "k3 {:.1e}"),
         ("tokens_per_s", "{:.0f} tokens/s"),
     )
-    return "  ".join(form.format(row[key]) for key, form in parts if row.get(key) is not None)
+    if row.get("gen_batches") is not None:
+        row = {**row, "kept": f"{row['kept_groups']:.0%} of {row['gen_batches']:.1f} batches"}
+    texts = [form.format(row[key]) for key, form in parts if row.get(key) is not None]
+    failed = {key: int(row.get(f"reward_{key}") or 0) for key in ("errors", "timeouts")}
+    texts += [f"{number} reward {key}" for key, number in failed.items() if number]
+    return "  ".join(texts)
 
 
 def percent(value: float | None) -> str:

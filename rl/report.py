@@ -32,6 +32,7 @@ def render(run_dir: Path) -> str:
         *_plots(rows, events, recipe, consistency.get("thresholds", {})),
         "</section>",
         _gates(events, consistency),
+        _samples(read_jsonl(run_dir / "samples.jsonl")),
         table("Recipe", flatten(recipe)),
         table("Environment", flatten(_environment(config))),
         table("Summary", flatten(summary)),
@@ -63,10 +64,16 @@ def _tiles(summary: dict) -> str:
         ("largest k3 KL", number(summary["kl_k3_max"])),
         ("IS weights", f"{number(summary['is_ratio_min'])} to {number(summary['is_ratio_max'])}"),
         ("tokens/s", number(summary["tokens_per_s"])),
+        ("answers not judged", _not_judged(summary)),
         ("peak memory", "n/a" if summary["peak_memory_gb"] is None else f"{summary['peak_memory_gb']} GB"),
     ]
     cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
     return f"<section class='tiles'>{cells}</section>"
+
+
+def _not_judged(summary: dict) -> str:
+    """Errors and time-outs of the reward, which are not wrong answers."""
+    return f"{summary.get('reward_errors', 0)} errors, {summary.get('reward_timeouts', 0)} time-outs"
 
 
 def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict) -> list[str]:
@@ -96,7 +103,7 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
             ],
             {"rule": algorithm.get("rollout_is_threshold")},
         ),
-        ("Response length", "tokens, mean", [Series("length", column(rows, "response_length"))], {"floor": 0.0}),
+        *_answer_plots(rows),
         (
             "Seconds a step",
             "by phase",
@@ -111,9 +118,73 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
     return [line_plot(title, note, series, **options) for title, note, series, options in plots]
 
 
+def _answer_plots(rows: list[dict]) -> list[tuple]:
+    """What the samples are like: title, note, series and options of each plot."""
+    plots = [
+        ("Entropy", "mean -log p of the sampled tokens", [Series("entropy", column(rows, "entropy"))], {"floor": 0.0}),
+        ("Response length", "tokens, mean", [Series("length", column(rows, "response_length"))], {"floor": 0.0}),
+        (
+            "Answers",
+            "share of samples that were cut off, that have no readable answer, that cost a penalty on length",
+            [
+                Series(name, column(rows, key))
+                for name, key in (("cut off", "clip_ratio"), ("no answer", "no_answer"), ("overlong", "overlong"))
+            ],
+            {"floor": 0.0, "percent": True},
+        ),
+    ]
+    if column(rows, "gen_batches"):
+        kept = [Series("kept", column(rows, "kept_groups"))]
+        batches = [Series("batches", column(rows, "gen_batches"))]
+        plots += [
+            (
+                "Kept groups",
+                "share of sampled groups that are neither all right nor all wrong",
+                kept,
+                {"percent": True},
+            ),
+            ("Generation batches", "sampled groups over the batch size", batches, {"floor": 0.0}),
+        ]
+    return plots
+
+
 def column(rows: list[dict], key: str) -> list[tuple[float, float]]:
     """(step, value) of the rows that have a value."""
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+SHOWN_SAMPLES = 8
+SHOWN_CHARS = 1500
+
+
+def _samples(samples: list[dict]) -> str:
+    """Samples of the first steps and of the last: what was asked, what came, what was read and what it was worth."""
+    if not samples:
+        return ""
+    half = SHOWN_SAMPLES // 2
+    shown = samples if len(samples) <= SHOWN_SAMPLES else [*samples[:half], *samples[-half:]]
+    heads = "".join(f"<th>{name}</th>" for name in ("step", "reward", "gold", "read", "tokens", "prompt", "response"))
+    lines = []
+    for one in shown:
+        read = one["answer"] if one["answer"] is not None else "none"
+        cells = [
+            one["step"],
+            f"{one['reward']:+.2f}",
+            one["gold"],
+            f"{read} ({one['error']})" if one["error"] else read,
+        ]
+        cells += [one["tokens"], _ends(one["prompt"]), _ends(one["response"])]
+        lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    return (
+        f"<details><summary><h2>Samples</h2></summary><table class='samples'><tr>{heads}</tr>{''.join(lines)}</table>"
+        "</details>"
+    )
+
+
+def _ends(text: str) -> str:
+    """A text, or its beginning and end."""
+    half = SHOWN_CHARS // 2
+    return text if len(text) <= SHOWN_CHARS else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _gates(events: list[dict], consistency: dict) -> str:

@@ -1,9 +1,10 @@
 """Rule-based reward for math answers: +1.0 when the last ``Answer: X`` line names the gold answer, else -1.0.
 
-The rule is DAPO's (the prompt of ``rl.data.dapo_prompt`` asks for that line; the two are tested against each other).
-Integers are compared exactly, as integers of any size. Any other answer goes to math-verify, gold first (its ``verify``
-is not symmetric), in one worker process that is started when first needed and killed when an answer takes too long:
-no signals, so any thread may call, and one pathological answer cannot hang or slow a run.
+The rule is DAPO's (the prompt of ``rl.data.dapo_prompt`` asks for that line; the two are tested against each other). A
+response without such a line is read by its last \\boxed{}. Integers are compared exactly, as integers of any size. Any
+other answer goes to math-verify, gold first (its ``verify`` is not symmetric), in one worker process that is started
+when first needed and killed when an answer takes too long: no signals, so any thread may call, and one pathological
+answer cannot hang or slow a run. Whatever is done before that is linear in the response's length.
 
 A failure to judge is not a wrong answer: it is named in ``Reward.error``, so that a run can count it.
 """
@@ -25,11 +26,28 @@ STARTUP_S = 120.0
 """Limit of the worker's start, which imports sympy; counted apart, so that a loaded machine makes no answer wrong."""
 MAX_ANSWER_CHARS = 512
 """A longer answer is judged wrong unread: no gold answer is that long, and sympy's parser is superlinear."""
+_TAIL_CHARS = 4096
+"""Where the last answer line is looked for first, so that 20 000 tokens of reasoning before it cost nothing."""
 
 _WORKER = Path(__file__).with_name("reward_worker.py")
-_ANSWER_LINE = re.compile(r"answer\**\s*:\s*(\S[^\n]*)", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\n]{1,40}\|>|</s>|<eos>|<end_of_turn>|<pad>")
-_INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.0+)?", re.ASCII)
+# The rest of the line, or a formula in display delimiters, which may begin on a line of its own.
+_ANSWER_LINE = re.compile(
+    r"answer\**\s*[:：]\**\s*(\\\[(?:(?!\\\])[\s\S]){1,512}\\\]|\$\$[^$]{1,512}\$\$|\S[^\n]*)", re.IGNORECASE
+)
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# Of ChatML and its kin, of Llama and Gemma, of DeepSeek, of MiniMax.
+_SPECIAL_TOKEN = re.compile(
+    r"<[|｜][^|｜<>\n]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>|<pad>|\[e~\[|\]~b\](?:user|ai|system)?|\]~!b\["
+)
+_INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)(?:\.0+)?", re.ASCII)
+_QUANTITY = re.compile(r"(?:\\?\$)?\s*(.*\d)(?:\\?\$)?\s+([A-Za-z][A-Za-z/^23 ]*)")
+# What may follow an integer in plain words: math-verify knows units in LaTeX and takes words for products of letters.
+_UNIT = re.compile(
+    r"(?:dollar|cent|euro|pound|degree|radian|second|minute|hour|day|week|month|year|met[er]{2}|kilomet[er]{2}|gram|lit[er]{2}"
+    r"|centimet[er]{2}|mile|unit|point|way|person|student|boy|girl|egg|apple|orange|book|page|piece|item|ticket|car"
+    r"|integer|digit|number|solution|pair|triple|time|square|cube)s?|percent|people|child|children|men|women|inch|inches|foot"
+    r"|feet|ft|box|boxes|mph|per|cubic|k?g|ml|(?:[ckm]?m)(?:\^[23]|/h|/s)?"
+)
 _WRAPPERS = (
     re.compile(r"\$\$(.+)\$\$"),
     re.compile(r"\$(.+)\$"),
@@ -49,7 +67,7 @@ class Reward:
     Attributes:
         score: +1.0 or -1.0, the reward.
         correct: whether the answer equals the gold answer.
-        answer: the answer as read from the response, unwrapped; None when there is no ``Answer:`` line.
+        answer: the answer as read from the response, unwrapped; None without ``Answer:`` and \\boxed{}.
         error: None, or why the answer could not be judged ("timeout", "worker died", ...); the score is then -1.0.
     """
 
@@ -60,9 +78,33 @@ class Reward:
 
 
 def extract_answer(response: str) -> str | None:
-    """The text after the last ``Answer:`` of ``response``, without special tokens, wrappers and closing period."""
-    found = _ANSWER_LINE.findall(_SPECIAL_TOKEN.sub("", response))
-    return _unwrap(found[-1]) if found else None
+    """The text after the last ``Answer:`` of ``response``, else that in its last \\boxed{}; None without either.
+
+    Special tokens, wrappers and a closing period are taken off, unless the text is too long to be an answer.
+    """
+    start = response.find("\n", len(response) - _TAIL_CHARS) + 1 if len(response) > _TAIL_CHARS else 0
+    text = _SPECIAL_TOKEN.sub("", response[start:])
+    found = _ANSWER_LINE.findall(text)
+    if start and not found:
+        text = _SPECIAL_TOKEN.sub("", response)
+        found = _ANSWER_LINE.findall(text)
+    answer = found[-1].strip() if found else _last_boxed(text)
+    if answer is None or len(answer) > MAX_ANSWER_CHARS:  # unwrapping is quadratic in the depth of the wrappers
+        return answer and answer[: MAX_ANSWER_CHARS + 1]
+    return _unwrap(answer)
+
+
+def _last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{} or \\fbox{}; None if there is none or it is not closed."""
+    starts = [match.end() for match in _BOXED.finditer(text)]
+    if not starts:
+        return None
+    depth = 1
+    for place in range(starts[-1], min(len(text), starts[-1] + MAX_ANSWER_CHARS + 2)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return text[starts[-1] : place]
+    return None
 
 
 def _unwrap(text: str) -> str:
@@ -95,11 +137,20 @@ def as_integer(text: str) -> str | None:
 
     Digits, not an int: Python refuses to convert strings of more than 4300 digits.
     """
-    compact = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\u2212", "-").strip()
+    compact = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").strip()
+    compact = compact.replace("\u2212", "-").replace("\u2013", "-").replace("\u00a0", " ").replace("\u202f", " ")
     if not _INTEGER.fullmatch(compact):
         return None
-    digits = compact.partition(".")[0].replace(",", "").lstrip("+-").lstrip("0") or "0"
+    digits = compact.partition(".")[0].replace(",", "").replace(" ", "").lstrip("+-").lstrip("0") or "0"
     return f"-{digits}" if compact.startswith("-") and digits != "0" else digits
+
+
+def _as_quantity(text: str) -> str | None:
+    """``as_integer``, also of a number that units in plain words follow."""
+    match = _QUANTITY.fullmatch(text)
+    if match and all(_UNIT.fullmatch(word) for word in match[2].lower().split()):
+        text = match[1]
+    return as_integer(text)
 
 
 def score(response: str, gold: str, timeout_s: float = TIMEOUT_S) -> Reward:
@@ -121,7 +172,7 @@ def score(response: str, gold: str, timeout_s: float = TIMEOUT_S) -> Reward:
         return Reward(-1.0, False, answer)
     if answer == expected:
         return Reward(1.0, True, answer)
-    gold_integer, integer = as_integer(expected), as_integer(answer)
+    gold_integer, integer = _as_quantity(expected), _as_quantity(answer)
     if gold_integer is not None and integer is not None:
         correct = gold_integer == integer
         return Reward(1.0 if correct else -1.0, correct, answer)

@@ -6,6 +6,7 @@ timeout in seconds) and sends (equal, error). Its parent kills it when an answer
 
 import logging
 import math
+import resource
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -14,6 +15,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 # A parent that was killed can no longer kill: then this alarm, whose default action ends the process, does.
 _GRACE_S = 10
+# 2^(10^11) alone takes 12 GB; over this limit it is a MemoryError within sympy, and the worker lives on.
+_MEMORY_BYTES = 2 << 30
 
 
 def _read(text: str, strict: bool) -> list:
@@ -33,6 +36,8 @@ def judge(gold: str, answer: str) -> tuple[bool, str | None]:
 
 def main() -> None:
     """Serves until the pipe closes."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.ERROR)  # math-verify warns, for every answer, that its own time limits are off
     connection = Connection(int(sys.argv[1]))
     connection.send("ready")

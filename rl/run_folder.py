@@ -23,6 +23,12 @@ class RunFolder:
     def step(self, step: int, metrics: dict[str, float], of: int) -> None:
         self._log.step(step, of, {key: value for key, value in metrics.items() if key in METRIC_KEYS})
 
+    def samples(self, step: int, rows: list[dict]) -> None:
+        """Append samples of a step to samples.jsonl."""
+        with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
+
     def write_consistency(self, report: ConsistencyReport) -> None:
         """Write consistency.json (the newest report; earlier ones are kept as consistency-STEP.json) and an event."""
         report.environment, report.recipe = self.config["environment"], self.config["recipe"]

@@ -4,36 +4,21 @@ Imports pydantic only (no torch, verl, vLLM or Ray), so that a wrong recipe is r
 a file, overriding keys and wording the errors is `rl.config`; checks that need the disk are `rl.preflight`.
 """
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from rl.schema_algorithm import OBJECTIVES, AlgorithmConfig, RewardConfig
+from rl.schema_base import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from rl.sizes import check_batches, resolve_workers
+
+__all__ = ["ENGINE_LORA_RANKS", "LORA_GROUPS", "OBJECTIVES", "Recipe"]
 
 ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum adapter ranks that vLLM 0.30 accepts (`vllm.config.lora.MaxLoRARanks`)."""
 
 LORA_GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "index")
 """Names for whole families of modules in `model.lora_targets`."""
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys, silent type conversions, NaN and later changes are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
 
 
 class ModelConfig(Section):
@@ -174,75 +159,6 @@ class RolloutConfig(Section):
         return self
 
 
-Objective = Literal["reinforce_tis"]
-OBJECTIVES = {
-    "reinforce_tis": "policy gradient, group-relative advantages, each token weighted once by "
-    "min(exp(logp_train - logp_rollout), cap), detached; one optimizer step a batch",
-}
-"""What each value of `algorithm.objective` trains, in a sentence that the run prints."""
-
-
-class AlgorithmConfig(Section):
-    """The objective. Rollout log-probabilities are the old log-probabilities ("bypass")."""
-
-    objective: Objective = "reinforce_tis"
-    """reinforce_tis: policy gradient with truncated importance sampling, applied exactly once (verl: bypass mode with
-    loss_type reinforce)."""
-    advantage: Literal["grpo"] = "grpo"
-    """grpo: reward minus the mean of its group."""
-    norm_adv_by_std: bool = True
-    """Divide the advantage by the group's standard deviation; false is Dr. GRPO."""
-    rollout_is: Literal["token", "sequence"] | None = "token"
-    """Level of the importance weights; null applies none (to measure what they do)."""
-    rollout_is_threshold: PositiveFloat = 2.0
-    """Cap of the importance weights."""
-    icepop_low: PositiveFloat | None = None
-    """IcePop: tokens whose weight is below this are masked. Given together with icepop_high, replaces the cap."""
-    icepop_high: PositiveFloat | None = None
-    """IcePop: tokens whose weight is above this are masked."""
-    sequence_mask: Literal["seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k3"] | None = None
-    """Divergence by which whole samples are masked (verl's rollout_rs); null masks none."""
-    sequence_mask_low: PositiveFloat | None = None
-    """Lower ratio bound of the k1 masks."""
-    sequence_mask_high: PositiveFloat | None = None
-    """Upper ratio bound of the k1 masks; largest divergence of the k3 masks."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """How token losses become one number."""
-    entropy_coef: NonNegativeFloat = 0.0
-    """Weight of an entropy bonus."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of a KL penalty against the base model."""
-    routing_replay: bool = True
-    """The trainer's routers take the expert ids that the engine used."""
-    index_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the loss that teaches the indexer of block-sparse attention what attention looks at: the KL divergence
-    of its scores from the attention probabilities over the selected blocks, a mean over index heads and, as the policy
-    loss, over response tokens (the sum is over all tokens). Needs `index` in model.lora_targets."""
-
-    @model_validator(mode="after")
-    def _masks_are_complete(self) -> "AlgorithmConfig":
-        if (self.icepop_low is None) != (self.icepop_high is None):
-            missing = "icepop_low" if self.icepop_low is None else "icepop_high"
-            raise ValueError(f"algorithm.{missing} = null: IcePop needs both bounds; set algorithm.{missing} too")
-        if self.icepop_low is not None:
-            if not self.icepop_low < 1 < self.icepop_high:
-                raise ValueError(
-                    f"algorithm.icepop_low = {self.icepop_low}, icepop_high = {self.icepop_high}: a weight of 1 must "
-                    "lie between them; take e.g. 0.5 and 5"
-                )
-            if self.rollout_is != "token":
-                raise ValueError("algorithm.icepop_low is set: IcePop masks tokens; set algorithm.rollout_is=token")
-        bounds = {"sequence_mask_low": self.sequence_mask_low, "sequence_mask_high": self.sequence_mask_high}
-        needed = [] if self.sequence_mask is None else ["sequence_mask_high"]
-        if self.sequence_mask and self.sequence_mask.endswith("k1"):
-            needed.append("sequence_mask_low")
-        for key, value in bounds.items():
-            if (key in needed) != (value is not None):
-                remedy = "set a bound" if key in needed else "leave it null"
-                raise ValueError(f"algorithm.{key} = {value} with sequence_mask = {self.sequence_mask}: {remedy}")
-        return self
-
-
 class OptimConfig(Section):
     """AdamW over the adapter."""
 
@@ -281,8 +197,8 @@ class TrainerConfig(Section):
     """Devices on one node; null: fsdp_workers / nodes. Without a GPU each worker is a CPU process."""
     nodes: Positive = 1
     """Machines in the Ray cluster."""
-    logger: Annotated[list[Literal["console", "wandb"]], Field(min_length=1)] = ["console"]
-    """Where metrics go besides the run folder."""
+    logger: Annotated[list[Literal["console", "wandb", "tensorboard"]], Field(min_length=1)] = ["console"]
+    """Where metrics go besides the run folder; tensorboard writes event files to its folder tensorboard/."""
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     """offline writes below the run folder; online needs an account."""
     project_name: str = "lockstep"
@@ -357,6 +273,8 @@ class Recipe(Section):
     """The engine."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The objective."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    """What a sample is worth."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     """The optimizer."""
     trainer: TrainerConfig
@@ -392,6 +310,3 @@ class Recipe(Section):
                 f"projections of model.lora_targets; {remedy}"
             )
         return self
-
-
-assert set(get_args(Objective)) == set(OBJECTIVES), "every objective needs its sentence"

@@ -50,6 +50,9 @@ def summarize(
         "is_ratio_min": min(_column(rows, "is_ratio_min"), default=None),
         "tokens_per_s": _median(_column(rows[1:] or rows, "tokens_per_s")),
         "step_time_median_s": {key.removeprefix("time_"): _median(_column(rows[1:] or rows, key)) for key in PHASES},
+        "reward_errors": int(sum(_column(rows, "reward_errors"))),
+        "reward_timeouts": int(sum(_column(rows, "reward_timeouts"))),
+        "gen_batches": _median(_column(rows, "gen_batches")),
         "peak_memory_gb": round(peak_memory_bytes / 1e9, 2) if peak_memory_bytes else None,
         "gates": {
             "pass": sum(event["verdict"] == "pass" for event in gates),

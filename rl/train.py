@@ -163,6 +163,7 @@ def task_runner_class():
 
     class LockstepTaskRunner(base):
         def run(self, config):
+            from rl.dynamic_sampling import NoSignalError
             from rl.events import enable_stack_dumps
             from rl.run_folder import RunFolder
             from rl.trainer import GateError, LockstepTrainer
@@ -176,6 +177,9 @@ def task_runner_class():
                 super().run(config)
             except GateError as error:
                 folder.failed(f"consistency gate: {error}")
+                raise
+            except NoSignalError as error:
+                folder.failed(f"dynamic sampling: {error}")
                 raise
 
     return ray.remote(num_cpus=1)(LockstepTaskRunner)

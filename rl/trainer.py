@@ -5,16 +5,29 @@ Runs in verl's TaskRunner actor. verl's loop, advantages and dispatch are untouc
 
 import time
 
+import transfer_queue as tq
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from rl import server, stats
+from rl import server
 from rl.consistency import check, compare_digests, matching_digests
 from rl.consistency_report import ConsistencyReport, resolve_limits
+from rl.dynamic_sampling import GenerationBudget, sampling_metrics
 from rl.live import LiveEngine, LiveTrainer
 from rl.run_folder import RunFolder
+from rl.samples import choose, sample_rows
+from rl.step_metrics import logged, reward_metrics, row
+from rl.tracking import log_consistency
 from rollout.patching import patch_target
 
-for _name in ("_init_resource_pool_mgr", "_setup", "_compute_metrics", "_validate", "on_init_end", "on_step_end"):
+for _name in (
+    "_init_resource_pool_mgr",
+    "_setup",
+    "_compute_metrics",
+    "_validate",
+    "on_init_end",
+    "on_step_end",
+    "on_sample_begin",
+):
     patch_target(f"verl.trainer.ppo.v1.trainer_base:PPOTrainer.{_name}")
 
 
@@ -43,6 +56,9 @@ class LockstepTrainer(PPOTrainerSync):
     def _setup(self) -> None:
         # verl asks every 2 s whether the rollouts are done, which is half a step of a small model.
         self.replay_buffer.poll_interval = POLL_INTERVAL_S
+        limits = (self.folder.recipe.data.batch_size, self.folder.recipe.algorithm.max_gen_batches)
+        self.budget = GenerationBudget(self.replay_buffer.refill_fn, *limits, self.folder.note)
+        self.replay_buffer.refill_fn = self.budget.refill
         server.register()
         self.folder.stage("loading model")
         super()._setup()
@@ -50,6 +66,7 @@ class LockstepTrainer(PPOTrainerSync):
     # ---- sync and gate --------------------------------------------------------------------------------------------
 
     def on_init_end(self) -> None:
+        self._check_objective()
         self.folder.stage("sending adapter")
         self.trainer_side = LiveTrainer(self.actor_rollout_wg)
         self.engine_side = LiveEngine(self.llm_server_manager.get_replicas(), self._sync)
@@ -62,8 +79,19 @@ class LockstepTrainer(PPOTrainerSync):
         if recipe.trainer.val_before_train:
             self.folder.stage("held-out evaluation")
 
+    def _check_objective(self) -> None:
+        """The loss of every worker must be the recipe's objective (`rl.objective` asks verl's function itself)."""
+        wanted, found = self.folder.recipe.algorithm.objective, set(self.actor_rollout_wg.lockstep_objective())
+        if found != {wanted}:
+            raise GateError(f"the recipe trains {wanted}, verl's loss computes {', '.join(sorted(found))}")
+
     def on_train_begin(self) -> None:
         self.folder.stage("first step")
+        log_consistency(self.config.trainer.logger, self.folder.path)  # of step 0: wandb begins after that gate
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()
+        self.budget.begin_step()
 
     def _sync(self) -> None:
         self.checkpoint_manager.update_weights(self.global_steps)
@@ -96,6 +124,8 @@ class LockstepTrainer(PPOTrainerSync):
         options = {"probe": probe, "replay_blocks": recipe.consistency.replay_blocks, "step": step}
         report = check(self.trainer_side, self.engine_side, prompts, tokens, limits, **options)
         self.folder.write_consistency(report)
+        if step > 0:  # wandb begins after the first gate: see on_train_begin
+            log_consistency(self.config.trainer.logger, self.folder.path)
         if report.verdict != "pass":
             raise GateError("; ".join([*report.reasons, *report.diagnosis]))
         return report
@@ -122,40 +152,22 @@ class LockstepTrainer(PPOTrainerSync):
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        self.folder.step(global_steps, row(metrics, timing_raw), self.total_training_steps)
+        more = reward_metrics(batch.tags)
+        if self.folder.recipe.algorithm.filter_groups:
+            more |= sampling_metrics(metrics, self.folder.recipe.data.batch_size)
+        columns = row(metrics, timing_raw, more)
+        self.folder.step(global_steps, columns, self.total_training_steps)
+        for_loggers = logged(metrics, columns)
+        metrics.clear()
+        metrics.update(for_loggers)
+        self._keep_samples(batch, global_steps)
         if global_steps >= self.total_training_steps:
             self.folder.stage("saving adapter")
             self.actor_rollout_wg.lockstep_save_adapter(str(self.folder.path / "adapter"))
 
-
-# Column of metrics.jsonl -> verl's name for it.
-_METRICS = {
-    "reward": "critic/score/mean",
-    "response_length": "response_length/mean",
-    "clip_ratio": "response_length/clip_ratio",
-    "grad_norm": "actor/grad_norm",
-    "loss": "actor/pg_loss",
-    "lr": "actor/lr",
-    "trainer_memory_gb": "actor/perf/max_memory_allocated_gb",
-}
-_TIMINGS = {
-    "time_generate": "gen",
-    "time_update": "update_actor",
-    "time_sync": "update_weights",
-    "time_gate": "gate",
-    "time_step": "step",
-}
-
-
-def row(metrics: dict, timing: dict[str, float]) -> dict:
-    """One row of metrics.jsonl from verl's metrics and timings (seconds)."""
-    out = stats.finish(
-        {key: float(value) for key, value in metrics.items() if key.startswith(("actor/lockstep", "lockstep"))}
-    )
-    out |= {name: float(metrics[key]) for name, key in _METRICS.items() if key in metrics}
-    if "reward" in out:
-        out["accuracy"] = (out["reward"] + 1) / 2  # the reward is +1 or -1
-    out |= {name: float(timing[key]) for name, key in _TIMINGS.items() if key in timing}
-    if out.get("tokens") and out.get("time_step"):
-        out["tokens_per_s"] = out["tokens"] / out["time_step"]
-    return out
+    def _keep_samples(self, batch, step: int) -> None:
+        """A few samples of the step into samples.jsonl."""
+        keys = [batch.keys[place] for place in choose(batch.keys, batch.tags)]
+        fields = ["prompts", "responses", "rm_scores", "reward_model", "extra_fields"]
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+        self.folder.samples(step, sample_rows(data, self.tokenizer.decode))

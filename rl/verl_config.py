@@ -32,9 +32,10 @@ def engine_settings(recipe: Recipe, backend: str) -> EngineSettings:
 
 
 def _correction(recipe: Recipe) -> dict:
-    """verl's rollout correction: bypass (rollout log-probs are the old ones) with the weights applied in the loss.
+    """verl's rollout correction: bypass (rollout log-probs are the old ones), corrected once by the objective.
 
-    verl computes but does not apply the weights with loss_type=ppo_clip; reinforce applies them exactly once.
+    verl computes but does not apply the weights with loss_type=ppo_clip, where the clipped ratio corrects (the schema
+    refuses rollout_is there); reinforce applies them exactly once.
     """
     algorithm = recipe.algorithm
     threshold: float | str = algorithm.rollout_is_threshold
@@ -42,7 +43,7 @@ def _correction(recipe: Recipe) -> dict:
         threshold = f"{algorithm.icepop_low}_{algorithm.icepop_high}"
     correction = {
         "bypass_mode": True,
-        "loss_type": "reinforce",
+        "loss_type": {"reinforce_tis": "reinforce", "ppo_clip": "ppo_clip"}[algorithm.objective],
         "rollout_is": algorithm.rollout_is,
         "rollout_is_threshold": threshold,
         "rollout_rs": algorithm.sequence_mask,
@@ -118,6 +119,10 @@ def _actor(recipe: Recipe) -> dict:
         "kl_loss_coef": algorithm.kl_coef,
         "entropy_coeff": algorithm.entropy_coef,
         "loss_agg_mode": algorithm.loss_agg_mode,
+        "clip_ratio": algorithm.clip_ratio_low,
+        "clip_ratio_low": algorithm.clip_ratio_low,
+        "clip_ratio_high": algorithm.clip_ratio_high,
+        "clip_ratio_c": algorithm.clip_ratio_c,
         "use_torch_compile": False,
         "shuffle": False,
         # In verl's V1 trainer the loss function is chosen here; algorithm.rollout_correction alone does not enter it.
@@ -137,6 +142,26 @@ def _actor(recipe: Recipe) -> dict:
             "mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         },
     }
+
+
+def _reward(recipe: Recipe, cuda: bool) -> dict:
+    """Rewards by `rl.reward`; with an overlong buffer through verl's DAPO manager, which takes the penalty off."""
+    reward = {
+        "num_workers": min(8, 1 if not cuda else recipe.trainer.gpus_per_node),
+        "custom_reward_function": {"path": str(REWARD_FILE), "name": "compute_score"},
+    }
+    if recipe.reward.overlong_buffer:
+        reward["reward_manager"] = {"name": "dapo"}
+        reward["reward_kwargs"] = {
+            "max_resp_len": recipe.data.max_response_length,
+            "overlong_buffer_cfg": {
+                "enable": True,
+                "len": max(1, round(recipe.reward.overlong_buffer * recipe.data.max_response_length)),
+                "penalty_factor": recipe.reward.overlong_penalty,
+                "log": False,
+            },
+        }
+    return reward
 
 
 def _rollout(recipe: Recipe, cuda: bool) -> dict:
@@ -248,6 +273,8 @@ def to_verl(
             "norm_adv_by_std_in_grpo": recipe.algorithm.norm_adv_by_std,
             "use_kl_in_reward": False,
             "rollout_correction": _correction(recipe),
+            # "acc", not "reward": with a penalty on length a group of right answers still has different rewards.
+            "filter_groups": {"enable": recipe.algorithm.filter_groups, "metric": "acc"},
         },
         "data": {"train_files": train_file, "val_files": val_file, **_data(recipe)},
         "actor_rollout_ref": {
@@ -256,10 +283,7 @@ def to_verl(
             "rollout": _rollout(recipe, cuda),
             "ref": {"log_prob_micro_batch_size_per_gpu": recipe.trainer.micro_batch_size},
         },
-        "reward": {
-            "num_workers": 1,
-            "custom_reward_function": {"path": str(REWARD_FILE), "name": "compute_score"},
-        },
+        "reward": _reward(recipe, cuda),
         "transfer_queue": {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}},
         "trainer": {"device": "cuda" if cuda else "cpu", **_trainer(recipe, run_dir)},
         "ray_kwargs": _ray(recipe, cuda, ray_tmp, ray_address, py_executable),

@@ -2,7 +2,10 @@
 
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from rl.objective import effective_objective
 
 
 class LockstepWorker(ActorRolloutRefWorker):
@@ -10,14 +13,16 @@ class LockstepWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
+        # verl accepts settings that its loss never looks at: what is trained must be what the recipe says.
+        self.objective = effective_objective(omega_conf_to_dataclass(self.config.actor))
         threads = torch.get_num_threads()
         super().init_model()
         torch.set_num_threads(threads)
-        policy_loss = self.config.actor.policy_loss
-        correction = policy_loss.rollout_correction
-        # verl accepts a rollout_correction that its loss never looks at: what is trained must be what the recipe says.
-        if policy_loss.loss_mode != "bypass_mode" or not correction.bypass_mode or correction.loss_type != "reinforce":
-            raise RuntimeError(f"the loss would not apply importance sampling once: {policy_loss}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lockstep_objective(self) -> str:
+        """The objective that verl's loss was found to compute, a name in `rl.schema.OBJECTIVES`."""
+        return self.objective
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def lockstep_probe(self, method: str, *args):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -10,7 +11,7 @@ import pytest
 
 from rl import data
 from rl.data import DAPO_PREFIX, DAPO_SUFFIX, DataError, dapo_prompt, load_rows, prepare, validate_rows, write_rows
-from rl.reward import score
+from rl.reward import as_integer, score
 
 FIXTURE = Path(__file__).parent / "fixtures" / "dapo_rows.jsonl"
 """Written for these tests: 12 rows with 3 duplicates (one whose answer is written "025", one that already has the
@@ -177,3 +178,106 @@ def test_problems_of_evaluation_sets_are_kept_out(tmp_path):
     report = data.prepare(train, tmp_path / "out.parquet", [held_out])
     assert (report.read, report.written, report.contaminated, report.damaged) == (5, 3, 1, 1)
     assert "2 + 2" not in str(data.load_rows(tmp_path / "out.parquet"))
+
+
+# ---- sets on the Hub -------------------------------------------------------------------------------------------------
+
+
+def on_the_hub(monkeypatch, rows: list[dict]) -> list[tuple]:
+    """Let `datasets` give `rows` for whatever is asked; the returned list notes what that was."""
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((*args, kwargs["split"]))
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_a_set_on_the_hub_is_read_in_verls_schema_and_by_its_short_name(tmp_path, monkeypatch):
+    """The Hub's DAPO-Math-17k holds every problem a hundred times, each copy with an index of its own."""
+    rows = [{**GOOD, "extra_info": {"index": f"{copy}-{n}"}} for copy in range(100) for n in range(2)]
+    asked = on_the_hub(monkeypatch, rows)
+    report = prepare("dapo_math_17k", tmp_path / "out.parquet")
+    assert asked == [("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
+    assert (report.read, report.written, report.duplicates) == (200, 1, 199)
+    (row,) = load_rows(tmp_path / "out.parquet")
+    assert row["extra_info"] == {"index": "0-0"}
+
+
+def test_question_and_answer_sets_on_the_hub_and_sets_to_keep_out(tmp_path, monkeypatch):
+    asked = on_the_hub(monkeypatch, [{"question": f"{n} + {n}?", "answer": f"so\n#### {2 * n}"} for n in range(3)])
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    report = prepare("openai/gsm8k", tmp_path / "out.parquet", [held_out], subset="main", split="test")
+    assert asked == [("openai/gsm8k", "main", "test")] and (report.written, report.contaminated) == (2, 1)
+    assert [row["reward_model"]["ground_truth"] for row in load_rows(tmp_path / "out.parquet")] == ["0", "4"]
+    asked.clear()
+    prepare(FIXTURE, tmp_path / "again.parquet", against=["gsm8k_test"])
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_what_is_no_set_is_one_line(tmp_path, monkeypatch):
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub\nand a second line")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    for source, words in (
+        ("no_such_name", "one of dapo_math_17k"),
+        ("a/b/c", "one of dapo_math_17k"),
+        ("owner/name", "owner/name (default, split train): cannot be loaded from the Hub (Couldn't reach the Hub)"),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare(source, tmp_path / "out.parquet")
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the prompt asks for what the parser reads -----------------------------------------------------------------------
+
+SETS = {
+    "gsm8k_test": 1319,
+    "gsm8k_train": 7473,
+    "math500": 500,
+    "aime24": 30,
+    "aime24_int": 30,
+    "aime25_int": 30,
+    "dapo_math_17k": 17917,
+}
+"""Public files by name, with their rows: not part of this repository; LOCKSTEP_DATA names the folder that has them."""
+
+
+def gold_answers(name: str) -> list[tuple[str, str]]:
+    """(prompt, gold answer) of a set as training and evaluation would see it; skips the test without the file."""
+    folder = Path(os.environ.get("LOCKSTEP_DATA", "data"))
+    path = next((path for path in folder.glob(f"{name}.*") if path.suffix in (".jsonl", ".parquet")), None)
+    if path is None:
+        pytest.skip(f"no {name} in {folder} (LOCKSTEP_DATA)")
+    rows = data.problem_rows(path)
+    assert len(rows) == SETS[name]
+    return [(data._with_answer_line(data._messages(row))[-1][1], row["reward_model"]["ground_truth"]) for row in rows]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_gold_answer_written_as_the_prompt_asks_is_accepted(name):
+    for prompt, gold in gold_answers(name):
+        assert prompt.count("of the form Answer: $Answer") == 1 and prompt.count('after "Answer:"') == 1
+        for response in (f"So it is.\n\nAnswer: {gold}<|im_end|>", f"So it is \\boxed{{{gold}}}."):
+            assert score(response, gold).correct, (response, gold)
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "math500"])
+def test_no_integer_that_is_off_by_one_is_accepted(name):
+    for _, gold in gold_answers(name):
+        number = int(as_integer(gold))
+        for wrong in (number - 1, number + 1):
+            assert not score(f"Answer: {wrong}", gold).correct, (wrong, gold)
+
+
+def test_the_projects_own_sets_keep_the_contract():
+    for path in sorted((Path(__file__).parent.parent / "assets").glob("*/*.parquet")):
+        for row in data.problem_rows(path)[:200]:
+            gold = row["reward_model"]["ground_truth"]
+            assert data.asks_for_answer_line(row["prompt"][-1]["content"]), path
+            assert score(f"Answer: {gold}<|im_end|>", gold).correct

@@ -87,6 +87,8 @@ def test_question_and_answer_files_get_the_prompt_that_the_reward_reads(tmp_path
         (["--config", "tiny_math.yaml", "--samples", "2", "--greedy"], "greedy decoding gives one answer"),
         (["--config", "tiny_math.yaml", "--adapter", "nowhere"], "--adapter nowhere: no adapter_config.json"),
         (["--config", "tiny_math.yaml", "--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--config", "tiny_math.yaml", "--data", "aime_2024"], "prepare_data.py aime_2024 data/aime_2024.parquet"),
+        (["--config", "tiny_math.yaml", "--data", "nowhere"], "nowhere.parquet: no such file"),
         (["--config", "tiny_math.yaml", "--out", "assets"], "is not an empty folder"),
         (["--compare", "assets", "docs"], "--compare assets: no result.json"),
     ],

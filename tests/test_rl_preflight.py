@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from rl import preflight as module
 from rl.config import REPO_ROOT, ConfigError, load_recipe
-from rl.preflight import count_parameters, preflight, read_safetensors_header, read_tensors
+from rl.preflight import check_data, count_parameters, preflight, read_safetensors_header, read_tensors
 
 ROW = {
     "data_source": "tiny_math",
@@ -222,6 +222,14 @@ def test_row_without_ground_truth(workspace):
     (workspace / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = error_of(workspace)
     assert "data.train" in line and "ground" in line
+
+
+def test_questions_and_answers_are_a_data_set_too(workspace):
+    rows = [{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\n#### 2"}, {"question": "What is 2 + 2?"}]
+    (workspace / "data.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert check_data("data.train", str(workspace / "data.jsonl")) == 1
+    (workspace / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "row 1: has neither prompt nor question and answer" in error_of(workspace)
 
 
 def test_empty_data_file(workspace):

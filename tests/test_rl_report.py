@@ -65,6 +65,9 @@ def run_dir(tmp_path):
             "is_ratio_mean": 1.0,
             "is_ratio_max": 1.08,
             "response_length": 22.0,
+            "entropy": 0.4,
+            "clip_ratio": 0.1,
+            "reward_timeouts": 1.0,
             "time_step": 3.0,
             "time_generate": 1.6,
         }
@@ -87,6 +90,9 @@ def run_dir(tmp_path):
         "logprobs": {"tokens": 256, "replayed": {"kl_k3": 2e-3, "max_abs": 0.2}},
     }
     (tmp_path / "consistency.json").write_text(json.dumps(consistency))
+    sample = {"prompt": HOSTILE, "response": HOSTILE * 400, "tokens": 9, "gold": "4", "answer": None, "correct": False}
+    lines = [{"step": step, **sample, "error": "timeout", "reward": -1.0} for step in range(20)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     events = [{"event": "validation", "step": 0, "accuracy": 0.45, "t": 1.0}]
     write_summary(tmp_path, summarize(events, rows, "failed", 0.0, 100.0, 9_000_000_000, HOSTILE))
     return tmp_path
@@ -95,7 +101,7 @@ def run_dir(tmp_path):
 def test_report_of_a_finished_run(run_dir):
     page = write_report(run_dir).read_text()
     parsed = outline(page)
-    assert parsed.tags.count("svg") == 6 and parsed.tags.count("polyline") == 10
+    assert parsed.tags.count("svg") == 8 and parsed.tags.count("polyline") == 12
     for text in ("Reward", "held-out", "KL between trainer", "Importance weights", "Response length", "Consistency"):
         assert text in parsed.text
     for text in (
@@ -108,6 +114,23 @@ def test_report_of_a_finished_run(run_dir):
         assert text in parsed.text
 
 
+def test_report_shows_samples_of_the_beginning_and_the_end_and_what_was_not_judged(run_dir):
+    page = write_report(run_dir).read_text()
+    parsed = outline(page)
+    assert "0 errors, 30 time-outs" in parsed.text and "none (timeout)" in parsed.text
+    rows = page[page.index("class='samples'") :].partition("</table>")[0].split("<tr>")[2:]
+    steps = [int(row[4 : row.index("</td>")]) for row in rows]
+    assert steps == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert " [...] " in parsed.text and len(page) < 150_000
+
+
+def test_report_shows_dynamic_sampling_where_it_is_on(run_dir):
+    rows = [{"step": step, "kept_groups": 0.5, "gen_batches": 2.0} for step in (1, 2)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parsed = outline(render(run_dir))
+    assert "Kept groups" in parsed.text and "Generation batches" in parsed.text and parsed.tags.count("figure") == 10
+
+
 def test_report_is_escaped_and_needs_no_network(run_dir):
     page = render(run_dir)
     assert "<script" not in page
@@ -117,7 +140,7 @@ def test_report_is_escaped_and_needs_no_network(run_dir):
 
 def test_report_of_a_run_that_left_nothing(tmp_path):
     page = render(tmp_path)
-    assert outline(page).text.count("no data") == 6
+    assert outline(page).text.count("no data") == 8
 
 
 def test_report_of_a_run_that_failed_at_start(tmp_path):

@@ -108,3 +108,44 @@ def test_a_failed_gate_stops_the_run_with_exit_1_and_the_reason(tmp_path):
     assert report["verdict"] == "fail" and any("kl_k3" in reason for reason in report["reasons"])
     assert not (run_dir / "metrics.jsonl").exists()
     assert left_over(run_dir) == []
+
+
+@pytest.mark.slow
+def test_dapos_settings_train_and_are_shown(tmp_path):
+    """Clip-higher PPO, dynamic sampling, a penalty on length, and both loggers, offline."""
+    settings = ("algorithm.objective=ppo_clip", "algorithm.rollout_is=null", "algorithm.filter_groups=true")
+    settings += ("reward.overlong_buffer=0.8333", "trainer.logger=[console,wandb,tensorboard]")
+    lengths = ("trainer.steps=2", "trainer.val_every=2", "trainer.val_before_train=false", "data.val_limit=16")
+    done, run_dir = run(tmp_path, *settings, *lengths, "consistency.every=2")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "ppo_clip on qwen3_moe" in done.stdout and " batches  k3 " in done.stdout
+    assert "clipped ratio" in json.loads((run_dir / "config.json").read_text())["objective"]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert 0 < row["kept_groups"] <= 1 <= row["gen_batches"] and 0 < row["accuracy"] < 1
+        assert row["gen_batches"] * (1 - row["kept_groups"]) * 16 == pytest.approx(
+            row["groups_all_right"] + row["groups_all_wrong"]
+        )
+        assert row["overlong"] > 0 > row["overlong_penalty"] > -1
+        plain = 2 * row["accuracy"] - 1
+        assert row["reward"] == pytest.approx(plain + row["overlong_penalty"], abs=1e-4)
+        assert 0 <= row["pg_clipfrac"] < 0.1 and row["time_reward"] > 0 and row["reward_timeouts"] == 0
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4
+    assert all(sample["gold"] and sample["prompt"] and sample["response"] for sample in samples)
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    (offline,) = (run_dir / "wandb").glob("offline-run-*")
+    record = next(offline.glob("*.wandb")).read_bytes()
+    assert b"train/num_gen_batches" in record and b"consistency-" in record
+    assert left_over(run_dir) == []
+
+
+@pytest.mark.slow
+def test_problems_that_give_no_signal_end_the_run_with_the_reason(tmp_path):
+    """Answers of one token are never right, so no group is mixed."""
+    settings = ("algorithm.filter_groups=true", "algorithm.max_gen_batches=3", "data.max_response_length=1")
+    small = ("trainer.steps=1", "trainer.val_before_train=false", "data.val_limit=8", "consistency.enabled=false")
+    done, run_dir = run(tmp_path, *settings, *small)
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "dynamic sampling:" in done.stdout and "max_gen_batches = 3" in done.stdout
+    assert not (run_dir / "metrics.jsonl").exists() and left_over(run_dir) == []
