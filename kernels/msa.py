@@ -2,16 +2,14 @@
 
 Every key/value head has its own selection: an index query of the head is scored against one shared stream of index
 keys, a block's score is its largest visible one, and attention of the head's query group runs over the best `top_k`
-blocks. One sequence at a time, blocks anchored at its start; `packed` splits a batch of sequences. All arithmetic is
-float32 (or the input's float64). Source: the MSA layer of MiniMax-M3 as vLLM 0.30 computes it (index scores without
-scale, causal inside blocks, local block always selected).
+blocks. One sequence at a time, blocks anchored at its start. All arithmetic is float32 (or the input's float64).
+Source: the MSA layer of MiniMax-M3 as vLLM 0.30 computes it (index scores without scale, causal inside blocks, local
+block always selected).
 
 Shape suffixes: T queries, S keys, Hi index heads (= Hkv), Hq query heads, Hkv key/value heads, D head dimension,
 B = ceil(S / block_size) blocks, K = top_k.
 """
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -205,10 +203,37 @@ def index_loss(
     all visible keys, the warm-up). Differentiable in q_index [T, Hi, D] and k_index [T, D] only. Source: flash-msa's
     objective (dS_index = P_index - teacher).
     """
-    positions = torch.arange(q.shape[-3], device=q.device)
+    length = q.shape[-3]
+    positions = torch.arange(length, device=q.device)
+    constants = (scale, index_scale, block_size)
+    step = max(1, CHUNK_ELEMENTS // length)
+    if step >= length or q.dim() > 3:
+        return _index_loss_of_rows(q_index, k_index, q, k, blocks, positions, *constants)
+    parts = [
+        checkpoint(
+            _index_loss_of_rows,
+            *(
+                q_index[rows],
+                k_index,
+                q[rows],
+                k,
+                None if blocks is None else blocks[rows],
+                positions[rows],
+                *constants,
+            ),
+            use_reentrant=False,
+        )
+        for rows in (slice(start, start + step) for start in range(0, length, step))
+    ]
+    return torch.stack(parts).sum()
+
+
+def _index_loss_of_rows(q_index, k_index, q, k, blocks, positions, scale, index_scale, block_size) -> torch.Tensor:
+    """`index_loss` of the queries at `positions`."""
     heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
+    keys = torch.arange(k.shape[-3], device=q.device)
     if blocks is None:
-        allowed = (positions <= positions.unsqueeze(1)).unsqueeze(1).expand(-1, heads, -1)
+        allowed = (keys <= positions.unsqueeze(1)).unsqueeze(1).expand(-1, heads, -1)
     else:
         allowed = _allowed_keys(blocks, positions, k.shape[-3], block_size)
     hidden = ~allowed
@@ -248,12 +273,3 @@ def _check(positions: torch.Tensor, queries: int, keys: int) -> None:
         raise ValueError(f"positions {tuple(positions.shape)} do not fit {queries} queries")
     if queries and (int(positions.min()) < 0 or int(positions.max()) >= keys):
         raise ValueError(f"positions {int(positions.min())}..{int(positions.max())} lie outside 0..{keys - 1}")
-
-
-def packed(attend: Callable[[slice], tuple[torch.Tensor, ...]], offsets: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """`attend(rows)` for every sequence of a packed batch, results joined; sequence i owns offsets[i]:offsets[i + 1].
-
-    Blocks are anchored at each sequence's start, so a sequence gives the same in any batch.
-    """
-    parts = [attend(slice(start, end)) for start, end in itertools.pairwise(offsets) if end > start]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

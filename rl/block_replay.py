@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 NEAR_TIE = 0.25
-"""A selected block that leads the best one left out by less than this is a near-tie: index scores are dot products of
-128 values of about 1, and one rounding of each to bfloat16 moves such a sum by about 0.05."""
+"""A selected block that leads the best one left out by less than this may be a near-tie: index scores are dot products
+of 128 values of about 1, and one rounding of each to bfloat16 moves such a sum by about 0.05."""
 
 
 class BlockReplayError(ValueError):
@@ -24,7 +24,8 @@ class BlockReplayError(ValueError):
 class BlockReplay:
     """`known`: the engine's ids of the sequences of a batch, each int32 [T, L, Hi, K], or None.
 
-    `enabled` replays them; `recording`, when a dict, takes {(layer, sequence): (own ids [T, Hi, K], margin [T, Hi])}.
+    `enabled` replays them, which the consistency check does and training never; `recording`, when a dict, takes
+    {(layer, sequence): (own ids [T, Hi, K], margin [T, Hi])}.
     """
 
     layers: list[int]
@@ -71,7 +72,9 @@ class BlockReplay:
             differ = known & ~same_blocks(own, ids)
             layers[layer]["selections"] += int(known.sum()) * own.shape[1]
             layers[layer]["disagree"] += int(differ.sum())
-            layers[layer]["near_ties"] += int((differ & (margin < NEAR_TIE)).sum())
+            # One block instead of another may be a tie; two others are another opinion.
+            foreign = (~(ids.unsqueeze(-1) == own.unsqueeze(-2)).any(-1) & (ids >= 0)).sum(-1)
+            layers[layer]["near_ties"] += int((differ & (margin < NEAR_TIE) & (foreign <= 1)).sum())
             flipped[sequence] = flipped.get(sequence, False) | differ.any(-1)
         return layers, [flipped[sequence].cpu().numpy() for sequence in sorted(flipped)]
 

@@ -204,6 +204,8 @@ def _check_selection(
             "replayed": gap(score.replayed),
         },
     }
+    if not total["selections"]:
+        report.fail("selection: the engine's blocks are of no token")
     real = 1 - (total["disagree"] - total["near_ties"]) / max(total["selections"], 1)
     if not real >= limits.selection:
         report.fail(

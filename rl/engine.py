@@ -71,11 +71,13 @@ class LockstepEngine(FSDPEngineWithLMHead):
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         """The head gave log-probs, as verl's fused kernels would; its logits never exist at once."""
-        self.trainer_model.model.lm_head.ask(None)
         log_probs, entropy = output.logits.unbind(-1)
-        assign_non_tensor(micro_batch, use_fused_kernels=True)
         fused = SimpleNamespace(log_probs=log_probs, entropy=entropy)
-        return super().prepare_model_outputs(fused, output_args, micro_batch, logits_processor_func)
+        assign_non_tensor(micro_batch, use_fused_kernels=True)
+        try:
+            return super().prepare_model_outputs(fused, output_args, micro_batch, logits_processor_func)
+        finally:
+            assign_non_tensor(micro_batch, use_fused_kernels=False)
 
     def forward_step(self, micro_batch, loss_function, forward_only):
         wanted = self.settings.routing_replay and self.trainer_model.moe_layers and not forward_only
@@ -89,13 +91,17 @@ class LockstepEngine(FSDPEngineWithLMHead):
             tokens = get_non_tensor_data(micro_batch, "batch_num_tokens", None)
             share = get_non_tensor_data(micro_batch, "dp_size", 1) / (tokens * self.trainer_model.blocks.heads)
             minimax_m3.train_indexer(self.module, 0.0 if forward_only else self.settings.index_loss_coef * share)
-        loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        try:
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        finally:
+            self.trainer_model.model.lm_head.ask(None)
         log_probs = output["model_output"].get("log_probs")
         if log_probs is not None:
             output["metrics"].update(stats.mismatch_metrics(log_probs, micro_batch))
         output["metrics"].update(stats.routing_metrics(self.trainer_model.routing, micro_batch))
         if self.settings.index_loss_coef and not forward_only:
-            output["metrics"].update(stats.index_metrics(minimax_m3.index_losses(self.module), micro_batch))
+            losses, blocks = minimax_m3.index_losses(self.module), self.trainer_model.blocks
+            output["metrics"].update(stats.index_metrics(losses, len(blocks.layers), blocks.heads, micro_batch))
         return loss, output
 
     def disable_adapter(self):

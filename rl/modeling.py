@@ -53,11 +53,6 @@ class TrainerModel:
     moe_layers: list[int]
     num_experts: int
 
-    @property
-    def model_type(self) -> str:
-        """Of the checkpoint's config.json."""
-        return self.model.config.model_type
-
 
 class FrozenLinear(nn.Module):
     """An unquantised frozen linear layer (lm_head, bf16 models) with float32 accumulation on CPU (kernels.linear)."""

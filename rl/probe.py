@@ -93,7 +93,7 @@ class TrainerProbe:
         self.model.eval()
         outcomes, selected, flipped = [], {}, []
         if blocks is not None:
-            selection.known = [torch.from_numpy(ids) for ids in blocks]
+            selection.known = [torch.tensor(ids) for ids in blocks]
         try:
             for enabled in (False, True):
                 routing.begin(known)
@@ -126,7 +126,7 @@ class TrainerProbe:
             # The log-prob of a token comes from the position before it.
             flipped=[
                 flips[len(sequence.prompt_ids) - 1 : len(sequence.ids) - 1]
-                for flips, sequence in zip(flipped, sequences, strict=False)
+                for flips, sequence in zip(flipped, sequences if blocks is not None else [], strict=True)
             ],
         )
 

@@ -145,12 +145,12 @@ def as_integer(text: str) -> str | None:
     return f"-{digits}" if compact.startswith("-") and digits != "0" else digits
 
 
-def _as_quantity(text: str) -> str | None:
-    """``as_integer``, also of a number that units in plain words follow."""
+def _as_quantity(text: str) -> tuple[str | None, str | None]:
+    """(``as_integer``, unit): also of a number that units in plain words follow; the unit is without its plural."""
     match = _QUANTITY.fullmatch(text)
     if match and all(_UNIT.fullmatch(word) for word in match[2].lower().split()):
-        text = match[1]
-    return as_integer(text)
+        return as_integer(match[1]), match[2].lower().strip().removesuffix("s") or None
+    return as_integer(text), None
 
 
 def score(response: str, gold: str, timeout_s: float = TIMEOUT_S) -> Reward:
@@ -172,9 +172,10 @@ def score(response: str, gold: str, timeout_s: float = TIMEOUT_S) -> Reward:
         return Reward(-1.0, False, answer)
     if answer == expected:
         return Reward(1.0, True, answer)
-    gold_integer, integer = _as_quantity(expected), _as_quantity(answer)
+    (gold_integer, gold_unit), (integer, unit) = _as_quantity(expected), _as_quantity(answer)
     if gold_integer is not None and integer is not None:
-        correct = gold_integer == integer
+        same_unit = gold_unit is None or unit is None or gold_unit == unit
+        correct = gold_integer == integer and same_unit
         return Reward(1.0 if correct else -1.0, correct, answer)
     correct, error = _verifier.verify(expected, answer, timeout_s)
     return Reward(1.0 if correct else -1.0, correct, answer, error)

@@ -111,9 +111,8 @@ class LockstepServer(vLLMHttpServer):
     async def probe_blocks(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Blocks that sparse attention selects when the sequences are prefilled with the adapter."""
         await self.engine.reset_prefix_cache()  # every position must be computed
-        await self.collective_rpc("lockstep_take_blocks")
-        await self.collective_rpc("lockstep_record_blocks", args=(True,))
         try:
+            await self.collective_rpc("lockstep_record_blocks", args=(True,))
             outputs = await self._prefill(sequences, adapter=True)
         finally:
             await self.collective_rpc("lockstep_record_blocks", args=(False,))

@@ -76,11 +76,10 @@ def routing_metrics(routing, micro_batch) -> dict[str, Metric]:
     return _sums(micro_batch, sums)
 
 
-def index_metrics(losses: list[torch.Tensor], micro_batch) -> dict[str, Metric]:
-    """The indexer's losses of a micro-batch, and over how many tokens (times sparse layers) they are sums."""
-    lengths = micro_batch["input_ids"].offsets().diff()
-    layers = len(losses) // max(len(lengths), 1)
-    return _sums(micro_batch, {"index_kl": sum(losses), "index_tokens": int(lengths.sum()) * layers})
+def index_metrics(losses: list[torch.Tensor], layers: int, heads: int, micro_batch) -> dict[str, Metric]:
+    """The indexer's losses of a micro-batch (sums over tokens and heads of `layers` layers), and its tokens."""
+    tokens = int(micro_batch["input_ids"].offsets()[-1])
+    return _sums(micro_batch, {"index_kl": sum(losses) / heads, "index_tokens": tokens * layers})
 
 
 def finish(raw: dict[str, float]) -> dict:

@@ -79,7 +79,7 @@ def logged(metrics: dict, out: dict) -> dict:
         if name == "routing_free_agreement_by_layer":
             result |= {f"lockstep/routing_free_agreement/layer_{layer}": share for layer, share in value.items()}
         elif name not in VERL_COLUMNS and (name not in TIMINGS):
-            result[LOGGED_AS.get(name, f"lockstep/{name}")] = value
+            result.setdefault(LOGGED_AS.get(name, f"lockstep/{name}"), value)  # verl's own, where it has one
     return result
 
 

@@ -303,6 +303,7 @@ class BlockRecorder:
 
     def start(self) -> None:
         """Note every call from now on. Raises ValueError for a model without MiniMax Sparse Attention."""
+        self.records = []
         if self._hooks:
             return
         indexer = patch_target("vllm.models.minimax_m3.common.indexer:MiniMaxM3Indexer")

@@ -151,9 +151,8 @@ class InProcessEngine:
         position is computed; prefill may be chunked.
         """
         self.llm.reset_prefix_cache()
-        self.llm.collective_rpc("lockstep_take_blocks")
-        self.llm.collective_rpc("lockstep_record_blocks", args=(True,))
         try:
+            self.llm.collective_rpc("lockstep_record_blocks", args=(True,))
             outputs = self._prefill(sequences, adapter)
         finally:
             self.llm.collective_rpc("lockstep_record_blocks", args=(False,))

@@ -39,8 +39,8 @@ def gather_blocks(workers: list[list[dict]], lengths: dict[str, int]) -> dict[st
     """Selected blocks by request, from every worker's `EngineWorker.lockstep_take_blocks`.
 
     `lengths` are the tokens of each request of interest. Tensor-parallel workers hold the index heads in their order.
-    Returns int32 [length, sparse layers, index heads, top_k] a request, layers in the order of the model, -1 where the
-    engine computed nothing.
+    Returns int32 [length, sparse layers, index heads, top_k] a request, layers in the order of the model; ValueError if
+    anything of it was not recorded.
     """
     parts = [_of_worker(records, lengths) for records in workers]
     return {request: np.concatenate([part[request] for part in parts], axis=2) for request in lengths}
@@ -77,6 +77,13 @@ def _of_worker(records: list[dict], lengths: dict[str, int]) -> dict[str, np.nda
                 positions, blocks = record["positions"][tokens], record["blocks"][tokens]
                 inside = positions < lengths[request]
                 found[request][positions[inside], layers[record["layer"]]] = blocks[inside]
+    for request, blocks in found.items():
+        missing = int((blocks < 0).all((2, 3)).sum())
+        if missing:
+            raise ValueError(
+                f"request {request}: the engine recorded no blocks for {missing} of {blocks[..., 0, 0].size} tokens "
+                "and layers; it must compute every position eagerly"
+            )
     return found
 
 

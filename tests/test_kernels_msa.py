@@ -135,25 +135,6 @@ def test_bf16_is_computed_in_float32_and_rounded_once():
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32 and torch.equal(out, exact.bfloat16())
 
 
-def test_a_sequence_gives_the_same_in_any_packed_batch():
-    q, k, v, blocks = inputs(dtype=torch.float32)
-    lengths = (14, 5, 9)
-    offsets = (0, 14, 19, 28)
-    rows = torch.cat([torch.arange(n) for n in lengths])
-    at = torch.cat([positions(n) for n in lengths])
-
-    def attend(part: slice):
-        index = rows[part]
-        return msa.sparse_attention(q[index], k[index], v[index], blocks[index], at[part], 0.3, BLOCK)
-
-    out, lse = msa.packed(attend, offsets)
-    for start, length in zip(offsets, lengths, strict=False):
-        alone, alone_lse = msa.sparse_attention(
-            q[:length], k[:length], v[:length], blocks[:length], positions(length), 0.3, BLOCK
-        )
-        assert torch.equal(out[start : start + length], alone) and torch.equal(lse[start : start + length], alone_lse)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -214,6 +195,19 @@ def kl(sparse: bool):
     q, k, _, blocks = inputs()
     q_index, k_index = random(14, 2, 8, seed=11, dtype=torch.float64), random(14, 8, seed=12, dtype=torch.float64)
     return q_index, k_index, q, k, blocks if sparse else None
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_index_loss_in_chunks_is_the_same(sparse, monkeypatch):
+    results = []
+    for chunk in (1 << 22, 14 * 4):
+        monkeypatch.setattr(msa, "CHUNK_ELEMENTS", chunk)
+        q_index, k_index, q, k, blocks = kl(sparse)
+        leaves = (q_index.requires_grad_(), k_index.requires_grad_())
+        loss = msa.index_loss(*leaves, q, k, blocks, 0.3, 0.5, BLOCK)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -27,6 +27,13 @@ def test_only_computed_rows_count_order_has_no_meaning_and_near_ties_stand_apart
     assert [flips.tolist() for flips in flipped] == [[False, False, True]]
 
 
+def test_two_foreign_blocks_are_no_tie():
+    own, margin = ids([[5, 1], [5, 1]]), torch.tensor([[0.1, 0.1]])
+    theirs = ids([[5, 0], [3, 0]])
+    state = BlockReplay([3], heads=2, known=[theirs.unsqueeze(1)], recording={(3, 0): (own, margin)})
+    assert state.compare()[0] == {3: {"selections": 2, "disagree": 2, "near_ties": 1}}
+
+
 def test_replay_takes_what_the_engine_computed_and_the_own_choice_elsewhere():
     theirs = ids([[-1, -1], [-1, -1]], [[1, 0], [1, 0]], [[2, 0], [2, 1]])
     state = BlockReplay([3], heads=2, enabled=True, known=[theirs.unsqueeze(1)])
@@ -79,3 +86,10 @@ def test_blocks_that_differ_by_more_than_near_ties_fail_with_their_cause(pair, s
     trainer.selected = selected
     report = run(trainer, engine, probe=False)
     assert report.verdict == "fail" and "selection" in report.reasons[0] and cause in report.diagnosis[0]
+
+
+def test_blocks_of_no_token_are_no_agreement(pair):
+    trainer, engine = pair
+    trainer.selected = {1: {"selections": 0, "disagree": 0, "near_ties": 0}}
+    report = run(trainer, engine, probe=False)
+    assert report.verdict == "fail" and "the engine's blocks are of no token" in report.reasons[0]

@@ -350,7 +350,9 @@ class MiniMaxM3SparseForCausalLM(MiniMaxM3PreTrainedModel):
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, logits_to_keep: int = 0, use_cache=False, **kwargs
     ) -> CausalLMOutputWithPast:
-        hidden = self.model(input_ids, attention_mask, position_ids, **kwargs).last_hidden_state
+        if use_cache or kwargs.get("past_key_values") is not None or kwargs.get("inputs_embeds") is not None:
+            raise ValueError(f"{MODEL_TYPE} is for training and scoring: it has no KV cache and takes token ids only")
+        hidden = self.model(input_ids, attention_mask, position_ids).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
 

@@ -100,6 +100,12 @@ class MiniMaxM3Config(PreTrainedConfig):
                 raise ValueError(f"{MODEL_TYPE}: {key} has {len(freq)} entries for {self.num_hidden_layers} layers")
         if sparse["sparse_num_index_heads"] != self.num_key_value_heads:
             raise ValueError(f"{MODEL_TYPE}: sparse_num_index_heads must equal num_key_value_heads")
+        if not sparse["use_sparse_attention"]:
+            raise ValueError(
+                f"{MODEL_TYPE}: use_sparse_attention must be true; sparse_attention_freq says in which layers"
+            )
+        if getattr(self, "rope_scaling", None):
+            raise ValueError(f"{MODEL_TYPE}: rope_scaling is not supported")
         if sparse["sparse_score_type"] != "max":
             raise ValueError(f"{MODEL_TYPE}: sparse_score_type must be 'max'")
 
