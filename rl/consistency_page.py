@@ -23,7 +23,7 @@ def console(report: dict) -> str:
             f"  {'routing':<18} {routing['free_agreement']:.4f} free ({differ} rows differ, {ties} of them near-ties), "
             f"{routing['replayed_agreement']:.4f} replayed, {routing['tokens']} tokens"
         )
-    if selection := report["selection"]:
+    if selection := report.get("selection", {}):
         flipped = selection["flipped"]
         lines.append(
             f"  {'selected blocks':<18} {selection['agreement']:.4f} ({selection['disagree']} differ, "
@@ -82,7 +82,7 @@ def _tiles(report: dict) -> str:
     if routing := report["routing"]:
         tiles.append(("experts agree, replayed", percent(routing["replayed_agreement"])))
         tiles.append(("experts agree, free", percent(routing["free_agreement"])))
-    if selection := report["selection"]:
+    if selection := report.get("selection", {}):
         tiles.append(("attention blocks agree", percent(selection["agreement"])))
     for key, name in (("replayed", "k3, replayed"), ("free", "k3, free"), ("decode_prefill", "k3, engine alone")):
         if block := report["logprobs"].get(key):
@@ -134,7 +134,7 @@ def _plots(report: dict) -> list[str]:
             ],
             floor=0.0,
         ),
-        *_selection_plot(report["selection"]),
+        *_selection_plot(report.get("selection", {})),
     ]
 
 

@@ -73,7 +73,7 @@ def test_answers_follow_from_the_text(problems):
     for problem in problems:
         assert solve(problem.text)[0] == problem.answer >= 0
         solution = long_math.worked_solution(problem)
-        assert all(eval(line.replace(" = ", " == ")) for line in solution.split("\n")[:-1])
+        assert all(eval(line.replace(" = ", " == ")) for line in solution.split("\n")[1:-1])
         assert score(solution, str(problem.answer)).correct
     assert {p.kind for p in problems} == set(tiny_math.KINDS)
     assert len({long_math.demonstration(problems[0], random.Random(seed)) for seed in range(20)}) > 1
@@ -85,7 +85,7 @@ def test_solutions_say_the_facts_first_in_the_questions_order(problems):
         said = ", ".join(f"{name} has {facts[name][0]}" for name in names)
         assert long_math.worked_solution(problem).startswith(f"Here {said}.\n")
         # slips are in results only
-        assert long_math.demonstration(problem, random.Random(0), 1.0).startswith(f"Here {said}.\n")
+        assert long_math.demonstration(problem, random.Random(0), 0.5).startswith(f"Here {said}.\n")
 
 
 def test_needed_facts_lie_anywhere_in_the_text(problems):
@@ -190,7 +190,7 @@ def test_digits_operations_and_words_are_tokens(tokenizer):
         assert pieces(f" {name}, {name}.") == [f" {name}", ",", f" {name}", "."]
 
 
-@pytest.mark.parametrize(("sentences", "fewest", "mean", "most"), [(LONG, 340, 550, 800), (SHORT, 50, 105, 170)])
+@pytest.mark.parametrize(("sentences", "fewest", "mean", "most"), [(LONG, 400, 632, 850), (SHORT, 50, 113, 170)])
 def test_prompts_have_the_intended_length(tokenizer, sentences, fewest, mean, most):
     texts = [p.text for p in long_math.generate("train", 400, sentences=sentences)]
     prompts = prompt_ids(tokenizer, texts)
