@@ -175,12 +175,7 @@ def stream(split: str, seed: int, sentences: tuple[int, int] = LONG) -> Iterator
 
 def generate(split: str, count: int, seed: int = 0, sentences: tuple[int, int] = LONG) -> list[LongProblem]:
     """``count`` problems of one split with distinct texts, in an order fixed by ``seed``."""
-    found: dict[str, LongProblem] = {}
-    for problem in stream(split, seed, sentences):
-        if len(found) >= count:
-            break
-        found.setdefault(problem.text, problem)
-    return list(found.values())
+    return tiny_math.distinct(stream(split, seed, sentences), count)
 
 
 def recall(facts: Iterable[tuple[str, int]]) -> str:

@@ -195,8 +195,13 @@ def stream(split: str, seed: int) -> Iterator[Problem]:
 
 def generate(split: str, count: int, seed: int = 0) -> list[Problem]:
     """``count`` problems of one split with distinct texts, in an order fixed by ``seed``."""
+    return distinct(stream(split, seed), count)
+
+
+def distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
+    """The first ``count`` of ``problems`` whose texts differ."""
     found: dict[str, Problem] = {}
-    for problem in stream(split, seed):
+    for problem in problems:
         if len(found) >= count:
             break
         found.setdefault(problem.text, problem)

@@ -1,4 +1,4 @@
-"""The tiny MiniMax-M3 of ``make train``: 5 M parameters, four layers, contexts in which its attention drops blocks.
+"""The tiny MiniMax-M3 of recipes/tiny_m3.yaml: 5 M parameters, four layers, contexts of which attention drops blocks.
 
 Layer 0 is dense in attention and MLP; layers 1-3 have MSA (top 2 of the blocks of 128, one of them the own) and 16
 routed experts with a shared one. Head dimension and block size are the real model's, so that the GPU's kernels run it.
@@ -29,7 +29,7 @@ RECALLED = 3
 
 @dataclass(frozen=True)
 class LongPlan(Plan):
-    """How it is trained; the defaults made the committed checkpoint."""
+    """How it is trained; the committed checkpoint by this plan in two parts (its training.json)."""
 
     size: str = "tiny_m3"
     steps: int = 710
