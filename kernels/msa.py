@@ -153,22 +153,23 @@ def attend(
     scale: float,
     block_size: int = BLOCK_SIZE,
 ) -> torch.Tensor:
-    """One whole sequence: q [T, Hq, D], k and v [T, Hkv, D], `blocks` int32 [T, Hkv, K] or None for every block.
+    """The last T queries of a sequence: q [T, Hq, D], k and v [S, Hkv, D], `blocks` int32 [T, Hkv, K] or None for all.
 
-    Returns [T, Hq, D] in q's dtype; differentiable in q, k and v. Without `blocks` there may be leading batch
-    dimensions. On CPU the arithmetic is float32 with one rounding, as `sparse_attention`; on a GPU it is the library's
-    attention in q's dtype. Memory is bounded by chunks of queries, time is dense: keys that no head selected are
-    masked, not skipped.
+    Returns [T, Hq, D] in q's dtype; differentiable in q, k and v. Without `blocks` and with S = T there may be leading
+    batch dimensions. On CPU the arithmetic is float32 with one rounding, as `sparse_attention`; on a GPU it is the
+    library's attention in q's dtype. Memory is bounded by chunks of queries, time is dense: keys that no head selected
+    are masked, not skipped.
     """
-    length, group = q.shape[-3], q.shape[-2] // k.shape[-2]
+    queries, length, group = q.shape[-3], k.shape[-3], q.shape[-2] // k.shape[-2]
     work = _work if q.device.type == "cpu" else (lambda x: x)
     q_work = work(q).transpose(-3, -2)
     keys, values = (work(x).repeat_interleave(group, -2).transpose(-3, -2) for x in (k, v))
+    positions = torch.arange(length - queries, length, device=q.device)
     if blocks is None:
-        out = F.scaled_dot_product_attention(q_work, keys, values, is_causal=True, scale=scale)
+        mask = None if queries == length else torch.arange(length, device=q.device) <= positions.unsqueeze(1)
+        out = F.scaled_dot_product_attention(q_work, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
         return out.transpose(-3, -2).to(q.dtype)
     q_work, keys, values = q_work.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
-    positions = torch.arange(length, device=q.device)
 
     def rows_of(q_rows, keys, values, blocks, positions) -> torch.Tensor:
         mask = _allowed_keys(blocks, positions, length, block_size).transpose(0, 1)
@@ -176,7 +177,7 @@ def attend(
         return F.scaled_dot_product_attention(q_rows, keys, values, attn_mask=mask, scale=scale)
 
     step = max(1, CHUNK_ELEMENTS // length)
-    if step >= length:
+    if step >= queries:
         out = rows_of(q_work, keys, values, blocks, positions)
     else:  # a chunk's mask is made again in the backward pass: all of them would not fit
         # Tensors as arguments: what a closure holds, a checkpoint around the layer cannot drop.

@@ -11,7 +11,7 @@ import torch
 from verl.utils.tensordict_utils import assign_non_tensor, get_non_tensor_data
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from rl import adapter_files, lora, modeling, replay, stats
+from rl import adapter_files, lora, modeling, replay, shared_prompts, stats
 from rl.models import minimax_m3
 from rl.probe import TrainerProbe
 from rl.settings import EngineSettings
@@ -56,17 +56,23 @@ class LockstepEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch):
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         routing, model = self.trainer_model.routing, self.trainer_model
-        routing.begin(None)
+        labels, ids, tokens = inputs["input_ids"].roll(-1, dims=-1), None, micro_batch["input_ids"].values().numel()
         routed = micro_batch.get("routed_experts", None)
         if routed is not None and model.moe_layers:
             lengths = micro_batch["input_ids"].offsets().diff().tolist()
             width = None if inputs["attention_mask"] is None else inputs["input_ids"].shape[1]
             ids = replay.layout(list(routed.unbind()), lengths, width, model.moe_layers, model.num_experts)
-            routing.begin(ids.to(inputs["input_ids"].device))
+            ids = ids.to(inputs["input_ids"].device)
+        if self.settings.share_prompts:
+            shared = shared_prompts.share(inputs["input_ids"], inputs["attention_mask"], ids)
+            ids, tokens = None if ids is None else ids[shared.source], shared.source.numel()
+            computed = inputs["input_ids"].flatten()[shared.source].unsqueeze(0)
+            inputs = {"input_ids": computed, "attention_mask": None, "shared": shared}
+        routing.begin(ids, tokens)
         if bool(torch.as_tensor(micro_batch["temperature"]).ne(1).any()):
             raise ValueError("the trainer takes log-probs at temperature 1 only, as the engine samples")
         entropy = get_non_tensor_data(micro_batch, "calculate_entropy", False)
-        self.trainer_model.model.lm_head.ask(inputs["input_ids"].roll(-1, dims=-1), entropy)
+        self.trainer_model.model.lm_head.ask(labels, entropy)
         return inputs, output_args
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):

@@ -18,8 +18,8 @@ from rl.tiny_math import KINDS, OBJECTS, SPLITS, Problem, split_of
 
 DATA_SOURCE = "long_math"
 
-LONG = (48, 90)
-"""Fewest and most sentences of a long problem: roughly 430 to 820 tokens with its prompt."""
+LONG = (46, 72)
+"""Fewest and most sentences of a long problem: roughly 410 to 660 tokens with its prompt."""
 SHORT = (6, 14)
 """About 65 to 160 tokens."""
 MIN_SENTENCES = 4  # three facts and one distractor

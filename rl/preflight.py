@@ -62,6 +62,7 @@ def preflight(recipe: Recipe) -> Preflight:
     formats = check_quantisation(folder, config, tensors)
     check_vocabulary(folder, config, recipe.model.padded_vocab)
     check_length(recipe, config)
+    check_sharing(recipe, config)
     if recipe.model.adapter is not None:
         check_adapter(recipe)
     check_versions(recipe.trainer.logger)
@@ -264,6 +265,13 @@ def check_vocabulary(folder: Path, config: dict[str, Any], padded: bool) -> None
         f"{folder / 'config.json'}: vocab_size = {size}, but tokenizer.json has {tokens} tokens; "
         + ("if the rest is padding, set model.padded_vocab=true" if more else "copy the tokenizer of this model there")
     )
+
+
+def check_sharing(recipe: Recipe, config: dict[str, Any]) -> None:
+    """ConfigError if the model cannot take rows whose prompts are shared."""
+    kind = config["model_type"]
+    if recipe.trainer.share_prompts and kind not in ("minimax_m3_text", "minimax_m3_vl"):
+        raise ConfigError(f"trainer.share_prompts = true: {kind} cannot share them, MiniMax-M3 can; set it to false")
 
 
 def check_length(recipe: Recipe, config: dict[str, Any]) -> None:

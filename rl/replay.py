@@ -33,19 +33,20 @@ class LayerCount:
 class RoutingReplay:
     """`ids` int64 [T, L, K] or None (every router decides itself); `enabled` False measures agreement, replays nothing.
 
-    `recording` and `margins`, when dicts, take the ids that each layer used in the last forward, and by how much the
-    logit of the last expert that it would choose itself leads the next one.
+    `tokens`: what the routers see without padding. `recording` and `margins`, when dicts, take the ids that each layer
+    used in the last forward, and by how much the logit of the last expert that it would choose itself leads the next.
     """
 
     enabled: bool = True
     ids: torch.Tensor | None = None
+    tokens: int = 0
     counts: dict[int, LayerCount] = field(default_factory=dict)
     recording: dict[int, torch.Tensor] | None = None
     margins: dict[int, torch.Tensor] | None = None
 
-    def begin(self, ids: torch.Tensor | None) -> None:
+    def begin(self, ids: torch.Tensor | None, tokens: int = 0) -> None:
         """Start a micro-batch with its ids; what recomputation counted a second time after the last one is dropped."""
-        self.ids, self.counts = ids, {}
+        self.ids, self.tokens, self.counts = ids, tokens, {}
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Ids [T, K] that the router of `layer` must use, given its own choice `own` [T, K]."""

@@ -191,6 +191,8 @@ class TrainerConfig(Section):
     """Sequences that one worker runs forward and backward at a time; at most its share of a step."""
     max_tokens_per_micro_batch: Positive | None = None
     """Token budget of a micro-batch; given, micro-batches are built by tokens and micro_batch_size is not used."""
+    share_prompts: bool = False
+    """Samples of one prompt in a micro-batch compute it once (MiniMax-M3 only). Pays where prompts are long."""
     fsdp_workers: Positive | None = None
     """Trainer processes in all; null: nodes * gpus_per_node."""
     gpus_per_node: Positive | None = None
@@ -308,5 +310,10 @@ class Recipe(Section):
             raise ValueError(
                 f"algorithm.index_loss_coef = {self.algorithm.index_loss_coef}: nothing but this loss trains the index "
                 f"projections of model.lora_targets; {remedy}"
+            )
+        if self.trainer.share_prompts and adapts_index:
+            raise ValueError(
+                "trainer.share_prompts: the indexer's loss counts every row's prompt; set it to false, or take index "
+                "out of model.lora_targets"
             )
         return self

@@ -26,6 +26,8 @@ class EngineSettings:
     index_loss_coef: float = 0.0
     vocabulary: int | None = None
     """Ids from here on are padding of the embedding and have no probability; None: all are tokens."""
+    share_prompts: bool = False
+    """Compute what rows of a micro-batch begin with once (`rl.shared_prompts`)."""
 
     def lora_spec(self) -> LoRASpec:
         return LoRASpec(

@@ -68,7 +68,7 @@ def routing_metrics(routing, micro_batch) -> dict[str, Metric]:
         return {}
     known = sum(count.rows for count in counts.values())
     sums = {
-        "rows": micro_batch["input_ids"].values().numel() * len(counts),
+        "rows": routing.tokens * len(counts),
         "replayed": known if routing.enabled else 0,
     }
     for layer, count in counts.items():

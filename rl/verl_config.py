@@ -28,6 +28,7 @@ def engine_settings(recipe: Recipe, backend: str) -> EngineSettings:
         seed=recipe.seed,
         index_loss_coef=recipe.algorithm.index_loss_coef,
         vocabulary=tokenizer_length(Path(model.path)) if model.padded_vocab else None,
+        share_prompts=recipe.trainer.share_prompts,
     )
 
 

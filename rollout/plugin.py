@@ -39,3 +39,22 @@ def _register_minimax_m3() -> None:
     config = patch_target("vllm.transformers_utils.configs.minimax_m3:MiniMaxM3TextConfig")
     if config.model_type not in CONFIG_MAPPING:
         AutoConfig.register(config.model_type, config)
+    hooks = patch_target("vllm.model_executor.models.config:MODELS_CONFIG_MAP")
+    hooks["MiniMaxM3SparseForCausalLM"] = MiniMaxM3Pages
+
+
+class MiniMaxM3Pages:
+    """Pages of the KV cache are the blocks of sparse attention: vLLM asks the first layer, which is dense, for 16."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config) -> None:
+        """Called by vLLM with its VllmConfig before anything is built; ValueError for a block_size that cannot work."""
+        cache, needed = vllm_config.cache_config, vllm_config.model_config.hf_config.sparse_attention_config
+        size = needed["sparse_block_size"]
+        if cache.user_specified_block_size and cache.block_size != size:
+            raise ValueError(f"block_size {cache.block_size}: MiniMax-M3 needs {size}; leave it out")
+        cache.block_size, cache.user_specified_block_size = size, True
+
+    @staticmethod
+    def verify_and_update_model_config(model_config) -> None:
+        """Nothing to change."""

@@ -49,9 +49,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     length.add_argument("--minutes", metavar="M", type=positive(float), help="limit of the training's wall time")
     parser.add_argument(
         "--size",
-        choices=("tiny", "mid", "tiny_m3"),
+        choices=("tiny", "mid", "tiny_m3", "mid_m3"),
         default="tiny",
-        help="Qwen3-MoE of 2.7 (default) or 29 M parameters, or MiniMax-M3 of 5 M",
+        help="Qwen3-MoE of 2.7 (default) or 29 M parameters, or MiniMax-M3 of 5 or 32 M",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--threads", metavar="N", type=positive(int), help="CPU threads (default: torch's choice)")
@@ -83,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    plan = LongPlan(seed=args.seed) if args.size == "tiny_m3" else Plan(seed=args.seed, size=args.size)
+    plan = (
+        LongPlan(seed=args.seed, size=args.size) if args.size.endswith("_m3") else Plan(seed=args.seed, size=args.size)
+    )
     if args.steps:
         plan = replace(plan, steps=args.steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed

@@ -94,6 +94,12 @@ def test_a_complete_workspace_passes(workspace):
     assert checked.model_text.startswith("qwen3_moe with 264 parameters (nvfp4 + mxfp8, ")
 
 
+def test_prompts_are_shared_by_minimax_m3_only(workspace):
+    assert error_of(workspace, "trainer.share_prompts=true").startswith("trainer.share_prompts = true: qwen3_moe")
+    edit(workspace / "model" / "config.json", model_type="minimax_m3_text")
+    preflight(recipe_for(workspace, "trainer.share_prompts=true"))
+
+
 def test_missing_folder(workspace):
     line = error_of(workspace, "model.path=/no/such/folder")
     assert "model.path = '/no/such/folder'" in line and "no such folder" in line

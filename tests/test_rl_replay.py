@@ -297,6 +297,7 @@ def test_rows_counted_again_by_recomputation_do_not_reach_the_next_micro_batch()
     batch = {"input_ids": torch.nested.as_nested_tensor(list(ids), layout=torch.jagged)}
     for _ in range(2):  # as verl drives it: forward, metrics, backward, and again
         out, _ = replayed(trainer_model, ids, known)
+        trainer_model.routing.tokens = 12
         metrics = stats.routing_metrics(trainer_model.routing, batch)
         values = stats.finish({name: metric.aggregate() for name, metric in metrics.items()})
         assert values["replayed_fraction"] == 10 / 12

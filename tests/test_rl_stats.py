@@ -38,7 +38,8 @@ def step(batch: dict, split: list[list[list[int]]]) -> dict[str, float]:
         for rows in micro_batches:
             data = micro_batch(batch, rows, workers=len(split))
             append_to_dict(collected, stats.mismatch_metrics(log_probs(batch, rows), data))
-            routing = RoutingReplay(counts={0: LayerCount(rows=sum(rows) + len(rows), agree=len(rows))})
+            counts = {0: LayerCount(rows=sum(rows) + len(rows), agree=len(rows))}
+            routing = RoutingReplay(tokens=data["input_ids"].values().numel(), counts=counts)
             append_to_dict(collected, stats.routing_metrics(routing, data))
         workers.append(collected)
     out = stats.finish({key: Metric.aggregate_dp([worker[key] for worker in workers]) for key in workers[0]})
@@ -111,7 +112,7 @@ def test_small_gaps_are_not_lost_in_rounding():
 
 def test_free_agreement_is_reported_when_nothing_is_replayed():
     batch = make()
-    routing = RoutingReplay(enabled=False, counts={0: LayerCount(10, 4), 3: LayerCount(10, 9)})
+    routing = RoutingReplay(enabled=False, tokens=24, counts={0: LayerCount(10, 4), 3: LayerCount(10, 9)})
     metrics = stats.routing_metrics(routing, micro_batch(batch, [0, 1, 2, 3]))
     values = stats.finish({key: metric.aggregate() for key, metric in metrics.items()})
     assert values == {

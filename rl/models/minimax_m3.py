@@ -11,6 +11,7 @@ experts, I intermediate.
 """
 
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from kernels import msa
 from rl.block_replay import BlockReplay
 from rl.models.minimax_m3_config import MODEL_TYPE, MiniMaxM3Config
+from rl.shared_prompts import SharedRows
 
 
 def norm_float32(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -167,8 +169,10 @@ class MiniMaxM3Attention(nn.Module):
             self.index_k_proj = nn.Linear(hidden, index_dim, bias=False)
             self.index_q_norm, self.index_k_norm = GemmaNorm(index_dim, self.eps), GemmaNorm(index_dim, self.eps)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], sequences: list) -> torch.Tensor:
-        """x [B, T, H]; `sequences`: (row, slice) of every sequence in it. Padding gets zeros."""
+    def forward(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], sequences: list["Place"]
+    ) -> torch.Tensor:
+        """x [B, T, H]; `sequences`: where they are in it. Padding gets zeros."""
         q, k = (
             norm_and_rotate(project(x).unflatten(-1, (-1, self.head_dim)), norm.weight, self.eps, rotary)
             for project, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm))
@@ -176,15 +180,15 @@ class MiniMaxM3Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         index = None if self.selection is None else self._index(x, rotary)
         whole_rows = len(sequences) == x.shape[0] and all(
-            place.stop - place.start == x.shape[1] for _, place in sequences
+            place.before is None and place.own.stop - place.own.start == x.shape[1] for place in sequences
         )
         if whole_rows and self._is_dense(x.shape[1]):
             out = self._attend(q, k, v, index, None)
         else:
             out = torch.zeros_like(q)
             for number, place in enumerate(sequences):
-                part = None if index is None else (index[0][place], index[1][place])
-                out[place] = self._attend(q[place], k[place], v[place], part, number)
+                part = None if index is None else (place.queries(index[0]), place.keys(index[1]))
+                out[place.row, place.own] = self._attend(place.queries(q), place.keys(k), place.keys(v), part, number)
         return self.o_proj(out.flatten(-2))
 
     def _is_dense(self, length: int) -> bool:
@@ -203,13 +207,14 @@ class MiniMaxM3Attention(nn.Module):
         return q, norm_and_rotate(k, self.index_k_norm.weight, self.eps, rotary).squeeze(-2)
 
     def _attend(self, q, k, v, index, number: int | None) -> torch.Tensor:
-        """Of sequence `number`, or of a batch of which no block is dropped (None)."""
+        """Of sequence `number` (or of its end), or of a batch of which no block is dropped (None)."""
         scale = self.head_dim**-0.5
         if self.selection is None:
             return msa.attend(q, k, v, None, scale)
         blocks, size = None, self.selection.block_size
         if number is not None:
-            blocks, margin = self.selection.choose(*index, torch.arange(q.shape[0], device=q.device))
+            positions = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)
+            blocks, margin = self.selection.choose(*index, positions)
             if self.block_replay is not None:
                 blocks = self.block_replay.choose(self.layer, number, blocks, margin)
         out = msa.attend(q, k, v, blocks, scale, size)
@@ -284,13 +289,20 @@ class MiniMaxM3Model(MiniMaxM3PreTrainedModel):
         self.norm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, **_kwargs) -> BaseModelOutputWithPast:
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, shared: SharedRows | None = None, **_kwargs
+    ) -> BaseModelOutputWithPast:
+        """With `shared` the input is [1, N] in its layout, and the hidden states are those of its rows [B, T]."""
         hidden, residual = self.embed_tokens(input_ids), None
-        sequences, positions = sequences_of(input_ids, attention_mask, position_ids)
+        if shared is None:
+            sequences, positions = sequences_of(input_ids, attention_mask, position_ids)
+        else:
+            sequences, positions = [Place(0, part.own, part.before) for part in shared.parts], shared.positions[None]
         rotary = self._rotary(positions, hidden.dtype)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotary, sequences)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden, residual)[0])
+        hidden = self.norm(hidden, residual)[0]
+        return BaseModelOutputWithPast(last_hidden_state=hidden if shared is None else shared.spread(hidden))
 
     @torch.no_grad()
     def _rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,10 +313,27 @@ class MiniMaxM3Model(MiniMaxM3PreTrainedModel):
         return tuple(table.to(dtype).float().unsqueeze(-2) for table in (angles.cos(), angles.sin()))
 
 
+class Place(NamedTuple):
+    """Where a sequence is in [B, T, ...]: `own` in `row`, after `before` there if that is not None."""
+
+    row: int
+    own: slice
+    before: slice | None = None
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Its own part of x."""
+        return x[self.row, self.own]
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """All of it, from its start."""
+        own = self.queries(x)
+        return own if self.before is None else torch.cat((x[self.row, self.before], own))
+
+
 def sequences_of(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-) -> tuple[list[tuple[int, slice]], torch.Tensor]:
-    """((row, slice) of every sequence, positions [B, T] counted from its start).
+) -> tuple[list[Place], torch.Tensor]:
+    """(place of every sequence, positions [B, T] counted from its start).
 
     A row is one sequence with padding on the left or right where `attention_mask` is 0, or, without a mask, sequences
     that `position_ids` counts from 0 each.
@@ -312,7 +341,7 @@ def sequences_of(
     rows, width = input_ids.shape
     count = torch.arange(width, device=input_ids.device).expand(rows, width)
     if attention_mask is None and position_ids is None:
-        return [(row, slice(0, width)) for row in range(rows)], count
+        return [Place(row, slice(0, width)) for row in range(rows)], count
     if attention_mask is None:
         if position_ids.dim() == 1:
             position_ids = position_ids.unsqueeze(0)
@@ -322,7 +351,9 @@ def sequences_of(
                 "position_ids of packed sequences must start at 0: MSA counts blocks from a sequence's start"
             )
         places = [
-            (row, slice(begin, end)) for row, bounds in enumerate(starts) for begin, end in itertools.pairwise(bounds)
+            Place(row, slice(begin, end))
+            for row, bounds in enumerate(starts)
+            for begin, end in itertools.pairwise(bounds)
         ]
         return places, position_ids
     mask = attention_mask.bool()
@@ -331,7 +362,7 @@ def sequences_of(
     if not torch.equal(inside, mask):
         raise ValueError("attention_mask: a row must be one run of tokens, with padding before and after only")
     places = [
-        (row, slice(a, a + n)) for row, (a, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)) if n
+        Place(row, slice(a, a + n)) for row, (a, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)) if n
     ]
     return places, (count - first.unsqueeze(1)).clamp(min=0)
 
@@ -348,11 +379,18 @@ class MiniMaxM3SparseForCausalLM(MiniMaxM3PreTrainedModel):
         self.post_init()
 
     def forward(
-        self, input_ids, attention_mask=None, position_ids=None, logits_to_keep: int = 0, use_cache=False, **kwargs
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        logits_to_keep: int = 0,
+        use_cache=False,
+        shared: SharedRows | None = None,
+        **kwargs,
     ) -> CausalLMOutputWithPast:
         if use_cache or kwargs.get("past_key_values") is not None or kwargs.get("inputs_embeds") is not None:
             raise ValueError(f"{MODEL_TYPE} is for training and scoring: it has no KV cache and takes token ids only")
-        hidden = self.model(input_ids, attention_mask, position_ids).last_hidden_state
+        hidden = self.model(input_ids, attention_mask, position_ids, shared).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
 

@@ -45,26 +45,44 @@ class LongPlan(Plan):
     """Weight of the indexer's loss, a mean over tokens and heads."""
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> MiniMaxM3SparseForCausalLM:
-    """An untrained float32 model whose vocabulary is exactly the tokenizer's."""
+SIZES: dict[str, dict] = {
+    "tiny_m3": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "dense_intermediate_size": 512,
+        "shared_intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "num_experts_per_tok": 2,
+    },
+    "mid_m3": {
+        "hidden_size": 512,
+        "intermediate_size": 256,
+        "dense_intermediate_size": 1024,
+        "shared_intermediate_size": 256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 16384,
+        "num_experts_per_tok": 4,
+    },
+}
+"""What differs between the sizes: 5 M parameters, and 32 M for figures on a GPU."""
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, size: str = "tiny_m3") -> MiniMaxM3SparseForCausalLM:
+    """An untrained float32 model of a size of `SIZES` whose vocabulary is exactly the tokenizer's."""
     config = MiniMaxM3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=192,
-        dense_intermediate_size=512,
-        shared_intermediate_size=192,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
         rope_theta=500.0,
         num_local_experts=16,
-        num_experts_per_tok=2,
         moe_layer_freq=[0, 1, 1, 1],
         sparse_attention_config={"sparse_topk_blocks": 2, "sparse_attention_freq": [0, 1, 1, 1]},
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
+        **SIZES[size],
     )
     torch.manual_seed(seed)
     return MiniMaxM3SparseForCausalLM._from_config(config, dtype=torch.float32)
@@ -180,7 +198,7 @@ FAMILY = Family(
     generate=long_math.generate,
     to_rows=long_math.to_rows,
     build_tokenizer=build_tokenizer,
-    build_model=lambda tokenizer, plan: build_model(tokenizer, plan.seed),
+    build_model=lambda tokenizer, plan: build_model(tokenizer, plan.seed, plan.size),
     train=train,
     evaluate=lambda model, tokenizer, problems, _seed: solves(model, tokenizer, problems),
     rows=(2048, 128),

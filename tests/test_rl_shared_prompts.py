@@ -1,0 +1,133 @@
+"""Rows that begin alike: the layout, and that sharing changes neither log-probs nor gradients."""
+
+import m3_checkpoint
+import pytest
+import torch
+
+from quant.checkpoint import quantize_checkpoint
+from rl import lora, modeling, shared_prompts
+
+SIZES = m3_checkpoint.Sizes(layers=3, hidden=64, experts=4, inner=32, dense=64, vocabulary=96)
+SPEC = lora.LoRASpec(4, 4.0, ("attention", "experts", "shared_experts", "dense_mlp"))
+
+
+def batch(prompts: list[int], rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask [B, T] of rows (which prompt, length of the response), padded on the right."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randint(3, 96, (count,), generator=generator)
+
+    texts = [draw(length) for length in prompts]
+    whole = [torch.cat((texts[prompt], draw(length))) for prompt, length in rows]
+    width = max(map(len, whole))
+    ids = torch.stack([torch.cat((row, row.new_zeros(width - len(row)))) for row in whole])
+    mask = torch.stack([(torch.arange(width) < len(row)).long() for row in whole])
+    return ids, mask
+
+
+def test_every_token_of_every_row_is_found_at_its_place():
+    ids, mask = batch([300, 40, 7], [(0, 5), (1, 3), (0, 9), (2, 30), (1, 1), (0, 2)])
+    shared = shared_prompts.share(ids, mask, None)
+    assert shared.source.numel() == 300 + 5 + 9 + 2 + 40 + 3 + 1 + 37
+    computed = ids.flatten()[shared.source]
+    assert torch.equal(shared.spread(computed[None, :, None]).squeeze(-1)[mask.bool()], ids[mask.bool()])
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    assert torch.equal(shared.positions[shared.place][mask.bool()], positions[mask.bool()])
+    for part in shared.parts:
+        start = 0 if part.before is None else part.before.stop - part.before.start
+        assert shared.positions[part.own.start] == start
+
+
+def test_rows_without_a_common_beginning_stay_alone():
+    ids, mask = batch([30, 30], [(0, 5), (1, 3)])
+    ids[:, :10] = 5  # the first words of a chat template
+    shared = shared_prompts.share(ids, mask, None)
+    assert [part.before for part in shared.parts] == [None, None]
+    assert shared.source.numel() == mask.sum()
+
+
+def test_equal_rows_keep_a_token_each():
+    ids, mask = batch([50], [(0, 0), (0, 0)])
+    shared = shared_prompts.share(ids, mask, None)
+    assert shared.source.numel() == 49 + 2
+
+
+def test_tokens_with_other_experts_are_not_shared():
+    ids, mask = batch([50], [(0, 4), (0, 4)])
+    experts = torch.tensor([0, 1]).expand(ids.numel(), 1, 2).clone()
+    experts[ids.shape[1] + 40] = torch.tensor([0, 2])
+    experts[ids.shape[1] + 20] = torch.tensor([1, 0])  # the same two
+    shared = shared_prompts.share(ids, mask, experts)
+    assert shared.parts[0].own == slice(0, 40)
+
+
+@pytest.mark.parametrize("column", [0, slice(None)])
+def test_left_padding_and_empty_rows_are_refused(column):
+    ids, mask = batch([20], [(0, 4), (0, 4)])
+    mask[1, column] = 0
+    with pytest.raises(ValueError, match="padded on the right"):
+        shared_prompts.share(ids, mask, None)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m3")
+    (folder / "plain").mkdir()
+    m3_checkpoint.save(folder / "plain", SIZES, m3_checkpoint.weights(SIZES))
+    quantize_checkpoint(folder / "plain", folder / "quantised", progress=False)
+    trainer = modeling.build(folder / "quantised", SPEC, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for adapter in lora.adapters(trainer.model).values():
+        for parameter in adapter.parameters(recurse=False):
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+    return trainer
+
+
+def log_probs(trainer, labels: torch.Tensor, **inputs) -> torch.Tensor:
+    trainer.model.lm_head.ask(labels)
+    try:
+        return trainer.model(**inputs, use_cache=False).logits[..., 0]
+    finally:
+        trainer.model.lm_head.ask(None)
+
+
+def gradients(trainer, values: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    trainer.model.zero_grad()
+    (values * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("replayed", "checkpointing"), [(False, False), (True, True)])
+def test_log_probs_and_gradients_are_those_of_the_plain_layout(trainer, replayed, checkpointing):
+    """Prompts of more blocks than are selected, and a response that begins in a block and ends in the next."""
+    ids, mask = batch([390, 300], [(0, 3), (1, 90), (0, 1), (1, 9)])
+    model = trainer.model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    labels = ids.roll(-1, dims=-1)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(4)) * mask
+    experts = None
+    if replayed:
+        generator = torch.Generator().manual_seed(5)
+        choices = torch.rand(ids.numel(), SIZES.layers, SIZES.experts, generator=generator).argsort(-1)
+        experts = choices[..., : SIZES.top_k].view(*ids.shape, SIZES.layers, SIZES.top_k)
+        experts[2, :390], experts[3, :300] = experts[0, :390], experts[1, :300]
+        experts = experts.flatten(0, 1)
+    try:
+        trainer.routing.begin(experts)
+        plain = log_probs(trainer, labels, input_ids=ids, attention_mask=mask)
+        expected = gradients(trainer, plain, weights)
+        shared = shared_prompts.share(ids, mask, experts)
+        assert shared.source.numel() == 390 + 300 + 3 + 90 + 1 + 9
+        trainer.routing.begin(None if experts is None else experts[shared.source])
+        found = log_probs(trainer, labels, input_ids=ids.flatten()[shared.source][None], shared=shared)
+        torch.testing.assert_close(found[mask.bool()], plain[mask.bool()], rtol=0, atol=2e-5)
+        got = gradients(trainer, found, weights)
+    finally:
+        trainer.routing.begin(None)
+        model.gradient_checkpointing_disable()
+    assert got.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(got[name], gradient, rtol=0, atol=2e-4 * scale + 1e-7, msg=name)
