@@ -26,6 +26,8 @@ class EngineSettings:
     index_loss_coef: float = 0.0
     vocabulary: int | None = None
     """Ids from here on are padding of the embedding and have no probability; None: all are tokens."""
+    sleep_level: int = 0
+    """vLLM's level of sleep during an update; 0: none (`rollout.sleep_level`)."""
 
     def lora_spec(self) -> LoRASpec:
         return LoRASpec(
