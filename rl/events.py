@@ -45,6 +45,7 @@ METRIC_KEYS = (
     "time_advantage",
     "time_update",
     "time_sync",
+    "time_wake",
     "time_gate",
     "time_save",
     "time_validate",

@@ -110,6 +110,11 @@ def check_devices(recipe: Recipe) -> None:
     gpus, backend = gpu_count(), recipe.model.backend
     if gpus == 0 and backend in ("marlin", "flashinfer_w4a4"):
         raise ConfigError(f"model.backend = {backend}: no GPU is visible; set model.backend=auto or emulation")
+    if gpus == 0 and recipe.rollout.sleep_level > 0:
+        raise ConfigError(
+            f"rollout.sleep_level = {recipe.rollout.sleep_level}: no GPU is visible, and vLLM sleeps on GPUs only; "
+            "set rollout.sleep_level=0"
+        )
     wanted, nodes = recipe.trainer.gpus_per_node, recipe.trainer.nodes
     in_cluster = bool(os.environ.get("RAY_ADDRESS"))
     if nodes > 1 and not in_cluster:

@@ -133,6 +133,10 @@ class RolloutConfig(Section):
     routes: the trainer routes them itself, and counts them."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the GPU's memory that the engine may take (the trainer lives on the same GPU)."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What the engine gives back while the trainer updates. 0: nothing. 1: the KV cache, and its weights move to host
+    memory. 2: both are dropped, and the weights are read from the checkpoint again. After each wake every tensor of the
+    base is compared with the start's. Above 0 a GPU is needed."""
 
     @model_validator(mode="after")
     def _is_the_trained_distribution(self) -> "RolloutConfig":

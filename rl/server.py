@@ -24,12 +24,23 @@ _module = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 vLLMHttpServer = patch_target(f"{_module}:vLLMHttpServer")
 vLLMReplica = patch_target(f"{_module}:vLLMReplica")
 ADAPTER_ID = patch_target("verl.workers.rollout.vllm_rollout.utils:VLLM_LORA_INT_ID")
-for _name in ("_get_worker_extension_cls", "collective_rpc", "set_global_steps", "generate", "run_server"):
+for _name in (
+    "_get_worker_extension_cls",
+    "_resolve_sleep_level",
+    "_sleep_hybrid",
+    "collective_rpc",
+    "generate",
+    "run_server",
+    "set_global_steps",
+    "wake_up",
+):
     patch_target(f"{_module}:vLLMHttpServer.{_name}")
 
 
 class LockstepServer(vLLMHttpServer):
     """One vLLM server of a replica."""
+
+    _wake_reports: list[dict] = []
 
     def _get_worker_extension_cls(self) -> str:
         return "rl.extension.LockstepWorkerExtension"
@@ -52,6 +63,32 @@ class LockstepServer(vLLMHttpServer):
         if self._loras is None:
             self._loras = await self._ask_loras()
         return self._loras
+
+    def _resolve_sleep_level(self) -> int:
+        """The recipe's; verl's own is 1 with adapters, since it could not restore a base from level 2."""
+        return self.model_config.lora["lockstep"]["sleep_level"]
+
+    async def _sleep_hybrid(self) -> None:
+        await self.collective_rpc("lockstep_before_sleep", args=(self._resolve_sleep_level(),))
+        await super()._sleep_hybrid()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As verl's, weights first: no request is served before their proof, since the KV cache is still asleep.
+
+        verl sends the adapter between the two. A SleepError of a worker ends the run.
+        """
+        if self.node_rank != 0:
+            return
+        for tag in ("weights", "kv_cache"):
+            if tags is None or tag in tags:
+                await super().wake_up([tag])
+                reports = await self.collective_rpc("lockstep_after_wake", args=(tag,))
+                if tag == "weights" and None not in reports:
+                    self._wake_reports = reports
+
+    async def wake_reports(self) -> list[dict]:
+        """Each worker's answer (`SleepWorker.lockstep_after_wake`) to the last wake from a sleep."""
+        return self._wake_reports
 
     async def generate_group(self, prompt_ids: list[int], sampling_params: dict, count: int) -> list:
         """`count` samples (verl TokenOutputs) of one prompt; FloatingPointError if a log-prob is not finite."""

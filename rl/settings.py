@@ -28,6 +28,8 @@ class EngineSettings:
     """Ids from here on are padding of the embedding and have no probability; None: all are tokens."""
     share_prompts: bool = False
     """Compute what rows of a micro-batch begin with once (`rl.shared_prompts`)."""
+    sleep_level: int = 0
+    """vLLM's level of sleep during an update; 0: none (`rollout.sleep_level`)."""
 
     def lora_spec(self) -> LoRASpec:
         return LoRASpec(

@@ -21,6 +21,7 @@ TIMINGS = {
     "time_advantage": "adv",
     "time_update": "update_actor",
     "time_sync": "update_weights",
+    "time_wake": "wake",
     "time_gate": "gate",
     "time_save": "save_checkpoint",
     "time_validate": "testing",

@@ -72,6 +72,7 @@ class LockstepTrainer(PPOTrainerSync):
         self.engine_side = LiveEngine(self.llm_server_manager.get_replicas(), self._sync)
         self._sync()
         self._verify_adapter(0)
+        self._wake_seconds(tell=True)
         recipe = self.folder.recipe
         if recipe.consistency.enabled:
             self.folder.stage("consistency check")
@@ -99,6 +100,8 @@ class LockstepTrainer(PPOTrainerSync):
     def on_step_end(self) -> None:
         super().on_step_end()
         self._verify_adapter(self.global_steps)
+        if (seconds := self._wake_seconds()) is not None:
+            self.timing_raw["wake"] = seconds  # part of verl's update_weights
         every = self.folder.recipe.consistency.every
         if self.folder.recipe.consistency.enabled and every and self.global_steps % every == 0:
             started = time.monotonic()
@@ -114,6 +117,19 @@ class LockstepTrainer(PPOTrainerSync):
                 raise GateError(
                     f"after the sync of step {step} {len(differing)} adapter tensors differ, first {differing[0]}"
                 )
+
+    def _wake_seconds(self, tell: bool = False) -> float | None:
+        """Seconds that the last wake took to restore and prove the base; None if the recipe lets no engine sleep."""
+        if self.folder.recipe.rollout.sleep_level == 0:
+            return None
+        report = self.engine_side.wake_report()
+        if report is None:
+            raise GateError("the recipe lets the engines sleep, but none has proved its base after a wake")
+        seconds = (report["restore_ms"] + report["proof_ms"]) / 1e3
+        if tell:
+            tensors = f"{report['tensors']} base tensors equal after the wake"
+            self.folder.note(f"sleep level {report['level']}: {tensors} ({seconds:.2f} s)")
+        return seconds
 
     def _gate(self, step: int, probe: bool) -> ConsistencyReport:
         recipe = self.folder.recipe

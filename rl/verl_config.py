@@ -29,6 +29,7 @@ def engine_settings(recipe: Recipe, backend: str) -> EngineSettings:
         index_loss_coef=recipe.algorithm.index_loss_coef,
         vocabulary=tokenizer_length(Path(model.path)) if model.padded_vocab else None,
         share_prompts=recipe.trainer.share_prompts,
+        sleep_level=recipe.rollout.sleep_level,
     )
 
 
@@ -185,8 +186,9 @@ def _rollout(recipe: Recipe, cuda: bool) -> dict:
         "tensor_model_parallel_size": rollout.tensor_parallel_size,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": rollout.enforce_eager or not cuda,
-        "free_cache_engine": False,
-        "enable_sleep_mode": False,
+        # verl knows no level: rl.server takes it from the engine settings.
+        "free_cache_engine": rollout.sleep_level > 0,
+        "enable_sleep_mode": rollout.sleep_level > 0,
         # The engine reads the base from the checkpoint itself; verl then sends adapters only.
         "load_format": "safetensors",
         "max_model_len": recipe.max_model_len,

@@ -32,6 +32,8 @@ class EngineOptions:
     seed: int = 0
     dtype: str = "bfloat16"
     vocabulary: int | None = None
+    sleep: bool = False
+    """Let the engine `sleep`; needs a GPU."""
     extra: dict = field(default_factory=dict)
 
 
@@ -73,6 +75,7 @@ class InProcessEngine:
             seed=options.seed,
             logprobs_mode="processed_logprobs",
             worker_extension_cls="rollout.worker.EngineWorker",
+            enable_sleep_mode=options.sleep,
             **options.extra,
         )
         if options.vocabulary is not None:
@@ -96,6 +99,23 @@ class InProcessEngine:
     def adapter_digests(self, detail: bool = False) -> list[dict[str, dict]]:
         """Of every worker."""
         return self.llm.collective_rpc("lockstep_adapter_digests", args=(ADAPTER_ID, detail))
+
+    def sleep(self, level: int) -> None:
+        """Give the KV cache back, and the weights: to host memory (level 1) or altogether (level 2)."""
+        self.llm.collective_rpc("lockstep_before_sleep", args=(level,))
+        self.llm.sleep(level)
+
+    def wake(self) -> list[dict]:
+        """Undo `sleep`; after level 2 the adapter has to be sent again. What each worker says of it:
+        `rollout.sleep.SleepWorker.lockstep_after_wake`.
+
+        Raises SleepError if the base is not that of the start; the engine then serves nothing.
+        """
+        self.llm.wake_up(tags=["weights"])
+        reports = self.llm.collective_rpc("lockstep_after_wake", args=("weights",))
+        self.llm.wake_up(tags=["kv_cache"])
+        self.llm.collective_rpc("lockstep_after_wake", args=("kv_cache",))
+        return reports
 
     def generate(
         self,

@@ -8,6 +8,8 @@ Legend: N rows (outputs), K columns (inputs) of a weight, E experts.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -31,6 +33,15 @@ SCALE_FACTORS = "lockstep_marlin_scale_factors"
 
 class LayoutError(EngineError):
     """The engine holds a weight in a layout that this inverse does not explain."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Within it a LayoutError begins with `name`."""
+    try:
+        yield
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
 
 
 def is_repacked(weight: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from rollout import marlin
 from rollout.fingerprint import EngineError, digests
 from rollout.patching import patch_target
 from rollout.sampling import packed
+from rollout.sleep import SleepWorker
 
 PEFTHelper = patch_target("vllm.lora.peft_helper:PEFTHelper")
 tensor_parallel_rank = patch_target("vllm.distributed:get_tensor_model_parallel_rank")
@@ -48,7 +49,8 @@ def _linear_tensors(model: nn.Module, name: str, module: nn.Module) -> Iterator[
     quantised = hasattr(module, "weight_scale")
     weight, scale, bias = module.weight, getattr(module, "weight_scale", None), module._parameters.get("bias")
     if quantised and marlin.is_repacked(weight):
-        weight, scale, bias = marlin.linear_tensors(module)
+        with marlin.naming(name):
+            weight, scale, bias = marlin.linear_tensors(module)
     start = 0
     for part, rows in _row_parts(model, name, module, weight.shape[0]):
         block = slice(start, start + rows)
@@ -69,7 +71,8 @@ def _expert_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, torch.T
             yield f"{name}.{part}", weight
             continue
         if marlin.is_repacked(weight):
-            tensors = marlin.expert_tensors(module, engine)
+            with marlin.naming(f"{name}.{part}"):
+                tensors = marlin.expert_tensors(module, engine)
         else:
             tensors = (weight, *(getattr(module, f"{engine}_weight_{scale}") for scale in ("scale", "scale_2")))
         for kind, tensor in zip(("packed", "scale", "global_scale"), tensors, strict=True):
@@ -168,7 +171,7 @@ def shard_of(name: str, shape: tuple[int, ...], rank: int, kv_replicas: int, voc
     return {"dim": dim, "start": part * length, "stop": (part + 1) * length, "halves": projection == "gate_up_proj"}
 
 
-class EngineWorker:
+class EngineWorker(SleepWorker):
     """Methods that vLLM's worker gains; every name starts with lockstep_ so that none can clash with vLLM's."""
 
     def lockstep_base_digests(self, detail: bool = False) -> dict[str, dict]:

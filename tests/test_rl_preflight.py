@@ -246,6 +246,9 @@ def test_empty_data_file(workspace):
 def test_devices(workspace, monkeypatch):
     assert "model.backend = marlin" in error_of(workspace, "model.backend=marlin")
     assert "trainer.nodes = 2" in error_of(workspace, "trainer.nodes=2")
+    for level in (1, 2):
+        line = error_of(workspace, f"rollout.sleep_level={level}")
+        assert f"rollout.sleep_level = {level}: no GPU is visible" in line and "set rollout.sleep_level=0" in line
     monkeypatch.setattr(module, "gpu_count", lambda: 1)
     assert "trainer.gpus_per_node = 4" in error_of(workspace, "trainer.gpus_per_node=4")
 

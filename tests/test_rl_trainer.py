@@ -80,6 +80,27 @@ def test_a_step_writes_its_row_and_samples_and_renames_what_the_loggers_get(tmp_
     assert event["event"] == "step" and event["of"] == 9
 
 
+def test_a_wakes_time_is_a_column_and_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(PPOTrainerSync, "on_step_end", lambda self: None)
+    monkeypatch.setattr(LockstepTrainer, "_verify_adapter", lambda self, step: None)
+    report = {"level": 2, "tensors": 79, "kept_bytes": 8, "restore_ms": 300.0, "proof_ms": 200.0}
+    made = make(tmp_path, "rollout.sleep_level=2", "consistency.every=0")
+    made.global_steps, made.timing_raw = 3, {}
+    made.engine_side = types.SimpleNamespace(wake_report=lambda: report)
+    made.on_step_end()
+    assert made.timing_raw == {"wake": 0.5} and not (tmp_path / "events.jsonl").exists()
+    made._wake_seconds(tell=True)
+    (event,) = lines(tmp_path / "events.jsonl")
+    assert "sleep level 2: 79 base tensors equal after the wake (0.50 s)" in event.values()
+    made.engine_side = types.SimpleNamespace(wake_report=lambda: None)
+    with pytest.raises(GateError, match="none has proved its base"):
+        made.on_step_end()
+
+
+def test_an_engine_that_never_sleeps_is_not_asked(tmp_path):
+    assert make(tmp_path)._wake_seconds() is None
+
+
 def test_prompts_that_a_step_adds_are_counted_from_its_first_batch(tmp_path, monkeypatch):
     made, added = make(tmp_path, "algorithm.max_gen_batches=2", "data.batch_size=4"), []
     made.replay_buffer = types.SimpleNamespace(refill_fn=added.append, poll_interval=2.0)

@@ -87,6 +87,13 @@ def test_engine_reads_the_base_from_the_checkpoint_and_returns_what_the_trainer_
     assert (typed.prompt_length, typed.response_length, typed.seed) == (150, 50, 9)
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_the_engine_may_sleep_at_the_recipes_level(level):
+    config = convert(f"rollout.sleep_level={level}", cuda=True).actor_rollout_ref
+    assert (config.rollout.free_cache_engine, config.rollout.enable_sleep_mode) == (level > 0, level > 0)
+    assert omega_conf_to_dataclass(config.model).lora["lockstep"]["sleep_level"] == level  # read by rl.server
+
+
 def test_loss_is_bypass_with_token_weights_applied_by_reinforce():
     config = convert()
     expected = {
