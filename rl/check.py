@@ -195,6 +195,7 @@ def engine_options(recipe: Recipe, sequences: int) -> "tuple[EngineSettings, Eng
         seed=recipe.seed,
         dtype=recipe.model.dtype,
         vocabulary=settings.vocabulary,
+        enforce_eager=recipe.rollout.enforce_eager or not cuda,
         extra={"enable_prefix_caching": recipe.rollout.prefix_caching, **parallel, **cache},
     )
     return settings, options

@@ -34,19 +34,21 @@ class EngineOptions:
     vocabulary: int | None = None
     sleep: bool = False
     """Let the engine `sleep`; needs a GPU."""
+    enforce_eager: bool = True
     extra: dict = field(default_factory=dict)
 
 
-def set_environment() -> None:
-    """vLLM's environment for an in-process CPU engine; call before vLLM is imported."""
+def set_environment(eager: bool) -> None:
+    """vLLM's environment for an in-process engine; call before vLLM is imported."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
-        # vLLM compiles helpers of its sampler with inductor even in eager mode: 20-40 s of C++ compiler on CPU.
-        "TORCHDYNAMO_DISABLE": "1",
     }
+    if eager:
+        # vLLM compiles helpers of its sampler with inductor even in eager mode: 20-40 s of C++ compiler on CPU.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -55,7 +57,7 @@ class InProcessEngine:
     """vLLM's `LLM` with one adapter slot, routed-expert capture and in-memory adapter sync."""
 
     def __init__(self, path: Path, options: EngineOptions) -> None:
-        set_environment()
+        set_environment(options.enforce_eager)
         from vllm import LLM
 
         self.options = options
@@ -65,7 +67,7 @@ class InProcessEngine:
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            enforce_eager=True,
+            enforce_eager=options.enforce_eager,
             enable_lora=True,
             max_loras=1,
             max_lora_rank=options.lora_rank,

@@ -116,7 +116,7 @@ def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool
     model = family.build_model(tokenizer, plan).to(device)
     summary = {"parameters": model.num_parameters(), "vocab_size": len(tokenizer)}
     summary |= family.train(model, tokenizer, plan, minutes, show_progress)
-    _save(model.cpu(), tokenizer, folder / BF16)
+    save(model.cpu(), tokenizer, folder / BF16)
     quantize_checkpoint(folder / BF16, folder / QUANTISED, progress=False)
     for name in (BF16, QUANTISED):
         model = load_plain(folder / name).to(device)
@@ -125,7 +125,7 @@ def _fill(folder: Path, plan: "Plan", minutes: float | None, show_progress: bool
     return summary
 
 
-def _save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
+def save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     """Rounds to bf16 and saves, with the end-of-turn token as the only stop and no sampling settings.
 
     What the model keeps in float32 (a router, its selection bias) is saved so.
