@@ -215,8 +215,8 @@ def _check_selection(
         )
 
 
-def _effect(a: list[list[float]], b: list[list[float]]) -> float:
-    return float(np.mean(np.abs(np.concatenate([np.subtract(x, y) for x, y in zip(a, b, strict=True)]))))
+def _effect(a: list[list[float]], b: list[list[float]], summary=np.mean) -> float:
+    return float(summary(np.abs(np.concatenate([np.subtract(x, y) for x, y in zip(a, b, strict=True)]))))
 
 
 def check(
@@ -282,7 +282,8 @@ def _probe(report, trainer, engine, prompts, ids, base, max_tokens: int, limits:
     perturbed = logprob_stats(score.replayed, [sequence.logprobs for sequence in sequences])
     report.probe = {
         "adapter_effect": min(effects.values(), default=0.0),
-        "zero_adapter_effect": _effect(zero, base),
+        "zero_adapter_effect": _effect(zero, base, np.median),
+        "zero_adapter_worst": _effect(zero, base, np.max),
         "by_kind": effects,
         "perturbed": perturbed,
     }
@@ -293,9 +294,12 @@ def _probe(report, trainer, engine, prompts, ids, base, max_tokens: int, limits:
                 f"{limits.adapter_effect}): the engine does not apply it",
                 diagnosis.explain_probe(effects, limits.adapter_effect),
             )
-    if not report.probe["zero_adapter_effect"] <= limits.zero_adapter_effect:
+    # The typical token: an engine whose kernels differ with an adapter flips an expert or block of a few. One that
+    # repeats bit for bit has no such excuse.
+    which = "zero_adapter_effect" if limits.zero_adapter_effect > 0 else "zero_adapter_worst"
+    if not report.probe[which] <= limits.zero_adapter_effect:
         report.fail(
-            f"probe: a zero adapter moves log-probs by {report.probe['zero_adapter_effect']:.2e} (threshold "
+            f"probe: a zero adapter moves log-probs by {report.probe[which]:.2e} (threshold "
             f"zero_adapter_effect {limits.zero_adapter_effect})"
         )
     if not perturbed["kl_k3"] <= limits.kl_k3:

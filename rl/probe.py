@@ -147,7 +147,12 @@ def _agreement(used: dict[int, torch.Tensor], known: torch.Tensor | None) -> dic
     if known is None:
         return {}
     rows = known[:, 0, 0] != replay.UNKNOWN
-    return {layer: float(_same_sets(ids, known[:, layer])[rows].float().mean()) for layer, ids in used.items()}
+    return {layer: _share(_same_sets(ids, known[:, layer])[rows]) for layer, ids in used.items()}
+
+
+def _share(flags: torch.Tensor) -> float:
+    """Of what is true; exactly 1 if all are (a GPU's float32 mean of ones may be less)."""
+    return int(flags.sum()) / flags.numel() if flags.numel() else 0.0
 
 
 def _same_sets(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -175,7 +180,7 @@ def routing_details(
         for shift in (1, -1):
             moved = theirs.roll(-shift, 0)
             both = rows & (moved[:, 0] != replay.UNKNOWN)
-            shifted.append(float(_same_sets(ids, moved)[both].float().mean()) if bool(both.any()) else 0.0)
+            shifted.append(_share(_same_sets(ids, moved)[both]))
         differ = rows & ~same
         found[layer] = {
             "disagree": int(differ.sum()),
@@ -196,7 +201,7 @@ def _renamed_agreement(own: torch.Tensor, theirs: torch.Tensor) -> float:
     # By how much more often than its share: a popular expert meets everybody.
     expected = counts.sum(1, keepdim=True) * counts.sum(0, keepdim=True) / counts.sum().clamp(min=1)
     partner = (counts - expected).argmax(1)
-    return float(_same_sets(partner[own], theirs).float().mean())
+    return _share(_same_sets(partner[own], theirs))
 
 
 def _pad(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

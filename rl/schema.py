@@ -237,7 +237,7 @@ class Thresholds(Section):
     adapter_effect: PositiveFloat | None = None
     """Least mean |delta logp| by which a non-zero test adapter must move the engine."""
     zero_adapter_effect: NonNegativeFloat | None = None
-    """Largest mean |delta logp| by which a zero adapter may move the engine."""
+    """Largest median |delta logp| by which a zero adapter may move the engine; 0: no token may move."""
 
 
 class ConsistencyConfig(Section):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -156,6 +156,23 @@ def test_zero_adapter_that_moves_log_probs_fails(pair):
     report = run(trainer, engine)
     assert report.verdict == "fail"
     assert "probe: a zero adapter moves log-probs by 5.00e-02 (threshold zero_adapter_effect 0.0)" in report.reasons
+
+
+def test_a_few_tokens_that_a_zero_adapter_flips_fail_only_where_engines_repeat(pair, monkeypatch):
+    trainer, engine = pair
+    score = engine.score
+
+    def flipping(ids, adapter):
+        rows = [list(row) for row in score(ids, adapter)]
+        rows[0][0] += 0.5 if adapter else 0.0
+        return rows
+
+    monkeypatch.setattr(engine, "score", flipping)
+    strict = run(trainer, engine)
+    assert "probe: a zero adapter moves log-probs by 5.00e-01 (threshold zero_adapter_effect 0.0)" in strict.reasons
+    lenient = run(trainer, engine, limits=replace(LIMITS, zero_adapter_effect=1e-3))
+    assert not [reason for reason in lenient.reasons if "zero adapter" in reason]
+    assert lenient.probe["zero_adapter_effect"] == 0.0 and lenient.probe["zero_adapter_worst"] == pytest.approx(0.5)
 
 
 def test_engine_that_answers_nan_fails_every_check_of_it(pair):
