@@ -5,8 +5,10 @@ calculations are those of `rl.tiny_math`: same kinds, steps, solutions, demonstr
 Only the numbers are retrieved here: each is the one number that the text gives a person whom the question names, and
 a solution says them again before it calculates.
 
-A text is an opening, `sentences` sentences in random order, and the question. Each sentence is a fact, "Tom has 34
-apples.", or a filler without names and numbers. No name has two facts, so the name is the key of its number.
+A text is an opening, `sentences` sentences in random order, and the question. Each sentence is a fact, "These are Tom's
+34 apples.", or a filler without names and numbers. No name has two facts, so the name is the key of its number, which
+follows it at once: one step of induction finds it. (After "Tom has 34 apples." a model of this size took another fact's
+first digit a third of the time.)
 """
 
 import random
@@ -24,11 +26,8 @@ SHORT = (6, 14)
 """About 65 to 160 tokens."""
 MIN_SENTENCES = 4  # three facts and one distractor
 
-_NAMES = (
-    "Tom Ann Ben Eva Sam Mia Leo Ida Max Amy Dan Jim Joe Kim Liz Lou Mae Ned Pam Pat "
-    "Ray Rob Ron Roy Sue Ted Tim Una Val Zoe Bob Bea Cal Don Fay Gus Hal Jan Ken Meg"
-)
-NAMES = tuple(_NAMES.split())
+NAMES = tuple("Tom Ann Ben Eva Sam Mia Leo Ida Max Amy Dan Jim Joe Kim Liz Lou Mae Ned Pam Pat Ray Rob Sue Zoe".split())
+"""Alone and with "'s" a token each: more do not fit into the vocabulary."""
 OPENING = "Read this story."
 """Before the first sentence, so that each name has a space in front of it: one token, in a fact as in a question."""
 
@@ -133,7 +132,7 @@ def _distractors(rng: random.Random, count: int, names: list[str]) -> list[str]:
 
 
 def _fact(name: str, number: int, thing: str) -> str:
-    return f"{name} has {number} {thing}."
+    return f"These are {name}'s {number} {thing}."
 
 
 def _draw(rng: random.Random, split: str, count: int) -> LongProblem:
@@ -179,8 +178,8 @@ def generate(split: str, count: int, seed: int = 0, sentences: tuple[int, int] =
 
 
 def recall(facts: Iterable[tuple[str, int]]) -> str:
-    """The facts in one line, as solutions say them: "Here Tom has 34, Ann has 12."."""
-    return "Here " + ", ".join(f"{name} has {number}" for name, number in facts) + "."
+    """The facts in one line, as solutions say them: "Here are Tom's 34, Ann's 12."."""
+    return "Here are " + ", ".join(f"{name}'s {number}" for name, number in facts) + "."
 
 
 def some_facts(rng: random.Random, count: int) -> list[tuple[str, int]]:

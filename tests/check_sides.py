@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rl.consistency import check
-from rl.consistency_report import TrainerScore, resolve_limits
+from rl.consistency_report import Limits, TrainerScore, resolve_limits
 from rollout.fingerprint import digests
 from rollout.sampling import Sequence
 
@@ -117,5 +117,5 @@ def logprob(position: int) -> float:
     return -0.5 - 0.1 * position
 
 
-def run(trainer: Trainer, engine: Engine, **options):
-    return check(trainer, engine, PROMPTS, 8, LIMITS, **options)
+def run(trainer: Trainer, engine: Engine, limits: Limits = LIMITS, **options):
+    return check(trainer, engine, PROMPTS, 8, limits, **options)
