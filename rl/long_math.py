@@ -63,7 +63,7 @@ FILLERS = (
 )
 
 _ONE_DIGIT_SHARE = 0.3  # of the distractor facts; the others have two digits
-_OTHER_FACTS = (0, 1)  # facts about people whom the question does not name, fewest and most
+_OTHER_FACTS = (1, 4)  # facts about people whom the question does not name, fewest and most
 
 
 @dataclass(frozen=True)
