@@ -2,13 +2,13 @@
 # make test    build .venv if needed, then run the tests
 # make venv    the environment alone
 # make lint    ruff; make format repairs what it can
-# make bench   train the main recipe with three seeds and print the table (SEEDS="1 2 3" RECIPE=tiny_math.yaml)
+# make bench   train the main recipe with three seeds and print the table (SEEDS="1 2 3" RECIPE=tiny_m3.yaml)
 # make clean   remove caches and build outputs; .venv and runs/ stay
 
 # The first Python that fits; a name may exist and not run, so each is tried.
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do $$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
-RECIPE ?= tiny_math.yaml
+RECIPE ?= tiny_m3.yaml
 SEEDS ?= 1 2 3
 EXTRA := $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 BIN := .venv/bin

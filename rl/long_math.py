@@ -26,7 +26,8 @@ SHORT = (6, 14)
 """About 65 to 160 tokens."""
 MIN_SENTENCES = 4  # three facts and one distractor
 
-NAMES = tuple("Tom Ann Ben Eva Sam Mia Leo Ida Max Amy Dan Jim Joe Kim Liz Lou Mae Ned Pam Pat Ray Rob Sue Zoe".split())
+_NAMES = "Tom Ann Ben Eva Sam Mia Leo Ida Max Amy Dan Jim Joe Kim Liz Lou Mae Ned Pam Pat Ray Rob Sue Zoe"
+NAMES = tuple(_NAMES.split())
 """Alone and with "'s" a token each: more do not fit into the vocabulary."""
 OPENING = "Read this story."
 """Before the first sentence, so that each name has a space in front of it: one token, in a fact as in a question."""
@@ -122,8 +123,8 @@ def _filler(rng: random.Random) -> str:
 
 
 def _distractors(rng: random.Random, count: int, names: list[str]) -> list[str]:
-    """``count`` sentences: fillers, and perhaps a fact about somebody of ``names``."""
-    facts = rng.randint(*_OTHER_FACTS)
+    """``count`` sentences: fillers, and facts about others, of ``names``."""
+    facts = min(rng.randint(*_OTHER_FACTS), count)
     sentences = [_filler(rng) for _ in range(count - facts)]
     for name in names[:facts]:
         number = rng.randint(2, 9) if rng.random() < _ONE_DIGIT_SHARE else rng.randint(10, 99)

@@ -11,25 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.sequences import Place
+
 LEAST_SHARE = 0.5
 """Rows are put together if they have at least this share of the shorter one in common: a chat template's first words
 are common to all rows, and would cut a group's beginning to nothing."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tokens `own` of the computed ones that follow `before` (None: they begin a sequence)."""
-
-    own: slice
-    before: slice | None = None
-
-
-@dataclass(frozen=True)
 class SharedRows:
-    """The layout: `parts` in order, `source` int64 [N] (the token b * T + t that each computed one is) and `place`
-    int64 [B, T] (the computed token of each token; 0 for padding)."""
+    """The layout, one row of N tokens: `parts` in order, `source` int64 [N] (the token b * T + t that each one is) and
+    `place` int64 [B, T] (where each token is; 0 for padding)."""
 
-    parts: list[Part]
+    parts: list[Place]
     source: torch.Tensor
     place: torch.Tensor
 
@@ -62,12 +56,12 @@ def share(input_ids: torch.Tensor, attention_mask: torch.Tensor, experts: torch.
     for rows, common in _groups(input_ids, routes, lengths):
         before = slice(start, start + common) if common else None
         if before is not None:
-            parts.append(Part(before))
+            parts.append(Place(0, before))
             source.append(torch.arange(rows[0] * width, rows[0] * width + common))
             start += common
         for row in rows:
             own = lengths[row] - common
-            parts.append(Part(slice(start, start + own), before))
+            parts.append(Place(0, slice(start, start + own), before))
             source.append(torch.arange(row * width + common, row * width + lengths[row]))
             if before is not None:
                 place[row, :common] = torch.arange(before.start, before.stop)

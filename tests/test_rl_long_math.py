@@ -15,7 +15,7 @@ from rl.models.tiny import END, PAD, VOCAB_SIZE, prompt_ids
 from rl.models.tiny_m3_tokenizer import INSTRUCTIONS, build_tokenizer
 from rl.reward import score
 
-FACT = re.compile(r"([A-Z][a-z]+) has (\d+) ([a-z]+)\.")
+FACT = re.compile(r"These are ([A-Z][a-z]+)'s (\d+) ([a-z]+)\.")
 
 # Wording of a question, with names as n, m and k, and the calculation from what they have and from the numbers asked.
 SOLVERS = [
@@ -82,10 +82,10 @@ def test_answers_follow_from_the_text(problems):
 def test_solutions_say_the_facts_first_in_the_questions_order(problems):
     for problem in problems:
         facts, (_, names) = facts_of(problem.text), solve(problem.text)
-        said = ", ".join(f"{name} has {facts[name][0]}" for name in names)
-        assert long_math.worked_solution(problem).startswith(f"Here {said}.\n")
+        said = ", ".join(f"{name}'s {facts[name][0]}" for name in names)
+        assert long_math.worked_solution(problem).startswith(f"Here are {said}.\n")
         # slips are in results only
-        assert long_math.demonstration(problem, random.Random(0), 0.5).startswith(f"Here {said}.\n")
+        assert long_math.demonstration(problem, random.Random(0), 0.5).startswith(f"Here are {said}.\n")
 
 
 def test_needed_facts_lie_anywhere_in_the_text(problems):
@@ -93,13 +93,13 @@ def test_needed_facts_lie_anywhere_in_the_text(problems):
     for problem in problems:
         for name in solve(problem.text)[1]:
             sentences = problem.text.removeprefix(OPENING).split(". ")
-            fact = next(i for i, sentence in enumerate(sentences) if sentence.split()[:2] == [name, "has"])
+            fact = next(i for i, sentence in enumerate(sentences) if f" {name}'s " in sentence)
             places[4 * fact // len(sentences)] += 1
     assert min(places[quarter] for quarter in range(4)) > 0.15 * places.total()
 
 
 def test_names_are_unique_keys_among_distractors(problems):
-    assert len(set(NAMES)) == 40
+    assert len(set(NAMES)) == 24
     fillers = " ".join(long_math.FILLERS)
     assert not set(NAMES) & set(re.findall(r"\w+", fillers)) and not re.search(r"\d", fillers)
     others = Counter()
@@ -107,7 +107,7 @@ def test_names_are_unique_keys_among_distractors(problems):
         facts, (_, names) = facts_of(problem.text), solve(problem.text)
         assert len(set(names)) == len(names)
         others[len(facts) - len(names)] += 1
-    assert set(others) == {0, 1} and min(others.values()) > 0.4 * len(problems)
+    assert set(others) == {1, 2, 3, 4} and min(others.values()) > 0.18 * len(problems)
 
 
 def test_splits_share_no_text_and_no_numbers():
@@ -185,12 +185,12 @@ def test_digits_operations_and_words_are_tokens(tokenizer):
         return [tokenizer.decode([token]) for token in tokenizer.encode(text)]
 
     assert pieces("34 + 12 = 46\nAnswer: 46") == [*"34", " + ", *"12", " = ", *"46", "\n", "Answer: ", *"46"]
-    assert pieces(" Tom has 34 apples.\n\n") == [" Tom", " has ", "3", "4", " apples", ".", "\n", "\n"]
+    assert pieces(" These are 34 apples.\n\n") == [" These", " are ", "3", "4", " apples", ".", "\n", "\n"]
     for name in NAMES:
-        assert pieces(f" {name}, {name}.") == [f" {name}", ",", f" {name}", "."]
+        assert pieces(f" {name}, {name}'s 4.") == [f" {name}", ",", f" {name}'s ", "4", "."]
 
 
-@pytest.mark.parametrize(("sentences", "fewest", "mean", "most"), [(LONG, 400, 632, 850), (SHORT, 50, 113, 170)])
+@pytest.mark.parametrize(("sentences", "fewest", "mean", "most"), [(LONG, 400, 540, 680), (SHORT, 50, 113, 170)])
 def test_prompts_have_the_intended_length(tokenizer, sentences, fewest, mean, most):
     texts = [p.text for p in long_math.generate("train", 400, sentences=sentences)]
     prompts = prompt_ids(tokenizer, texts)

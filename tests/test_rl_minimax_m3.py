@@ -15,11 +15,11 @@ from rl.models.minimax_m3 import (
     MiniMaxM3Attention,
     MiniMaxM3SparseForCausalLM,
     index_losses,
-    sequences_of,
     train_indexer,
 )
 from rl.models.minimax_m3_config import MiniMaxM3Config
 from rl.models.minimax_m3_layout import from_transformers, to_transformers, transformers_config
+from rl.sequences import sequences_of
 
 SIZES = m3_checkpoint.Sizes(layers=3, hidden=64, experts=4, inner=32, dense=64, vocabulary=96)
 SPEC = lora.LoRASpec(8, 8.0, ("attention", "experts", "shared_experts", "dense_mlp", "index"))

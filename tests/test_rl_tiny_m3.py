@@ -29,8 +29,8 @@ def test_only_the_numbers_of_the_repetition_carry_loss(tokenizer):
     for batch in islice(tiny_m3.recalls(tokenizer, 0, 4), 3):
         for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
             told, _, said = tokenizer.decode(ids[ids != tokenizer.pad_token_id]).partition("\n")
-            facts = dict(re.findall(r"(\w+) has (\d+) \w+\.", told))
-            names = re.findall(r"(\w+) has ", said)
+            facts = dict(re.findall(r"(\w+)'s (\d+) \w+\.", told))
+            names = re.findall(r"(\w+)'s ", said)
             assert len(facts) == tiny_m3.RECALLED and sorted(names) == sorted(facts)
             assert tokenizer.decode(labels[labels != IGNORE]) == "".join(facts[name] for name in names)
 
