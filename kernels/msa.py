@@ -10,6 +10,7 @@ Shape suffixes: T queries, S keys, Hi index heads (= Hkv), Hq query heads, Hkv k
 B = ceil(S / block_size) blocks, K = top_k.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -164,24 +165,29 @@ def attend(
     work = _work if q.device.type == "cpu" else (lambda x: x)
     q_work = work(q).transpose(-3, -2)
     keys, values = (work(x).repeat_interleave(group, -2).transpose(-3, -2) for x in (k, v))
+    single = q.dim() == 3
+    if single:  # torch's fused kernels take four dimensions only
+        q_work, keys, values = q_work.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+    if blocks is None and queries == length:
+        out = F.scaled_dot_product_attention(q_work, keys, values, is_causal=True, scale=scale)
+        return (out[0] if single else out).transpose(-3, -2).to(q.dtype)
     positions = torch.arange(length - queries, length, device=q.device)
-    if blocks is None:
-        mask = None if queries == length else torch.arange(length, device=q.device) <= positions.unsqueeze(1)
-        out = F.scaled_dot_product_attention(q_work, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
-        return out.transpose(-3, -2).to(q.dtype)
-    q_work, keys, values = q_work.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
 
-    def rows_of(q_rows, keys, values, blocks, positions) -> torch.Tensor:
-        mask = _allowed_keys(blocks, positions, length, block_size).transpose(0, 1)
-        mask = mask.repeat_interleave(group, 0).unsqueeze(0)
+    def rows_of(q_rows, keys, values, positions, blocks) -> torch.Tensor:
+        if blocks is None:
+            mask = torch.arange(length, device=positions.device) <= positions.unsqueeze(1)
+        else:
+            mask = _allowed_keys(blocks, positions, length, block_size).transpose(0, 1)
+            mask = mask.repeat_interleave(group, 0).unsqueeze(0)
         return F.scaled_dot_product_attention(q_rows, keys, values, attn_mask=mask, scale=scale)
 
     step = max(1, CHUNK_ELEMENTS // length)
     if step >= queries:
-        out = rows_of(q_work, keys, values, blocks, positions)
+        out = rows_of(q_work, keys, values, positions, blocks)
     else:  # a chunk's mask is made again in the backward pass: all of them would not fit
         # Tensors as arguments: what a closure holds, a checkpoint around the layer cannot drop.
-        chunks = zip(q_work.split(step, 2), blocks.split(step), positions.split(step), strict=True)
+        chosen = itertools.repeat(None) if blocks is None else blocks.split(step)
+        chunks = zip(q_work.split(step, 2), positions.split(step), chosen, strict=False)
         parts = [checkpoint(rows_of, q_rows, keys, values, *rest, use_reentrant=False) for q_rows, *rest in chunks]
         out = torch.cat(parts, 2)
     return out[0].transpose(0, 1).to(q.dtype)
@@ -203,8 +209,13 @@ def index_loss(
     `index_scale` times the index dot products, both over the visible keys of the selected blocks (`blocks` None: over
     all visible keys, the warm-up). Differentiable in q_index [T, Hi, D] and k_index [T, D] only. Source: flash-msa's
     objective (dS_index = P_index - teacher).
+
+    Raises:
+        ValueError: other queries than keys.
     """
     length = q.shape[-3]
+    if k.shape[-3] != length:
+        raise ValueError(f"the indexer's loss takes whole sequences, not {length} queries over {k.shape[-3]} keys")
     positions = torch.arange(length, device=q.device)
     constants = (scale, index_scale, block_size)
     step = max(1, CHUNK_ELEMENTS // length)

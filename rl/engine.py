@@ -63,8 +63,10 @@ class LockstepEngine(FSDPEngineWithLMHead):
             width = None if inputs["attention_mask"] is None else inputs["input_ids"].shape[1]
             ids = replay.layout(list(routed.unbind()), lengths, width, model.moe_layers, model.num_experts)
             ids = ids.to(inputs["input_ids"].device)
-        if self.settings.share_prompts:
-            shared = shared_prompts.share(inputs["input_ids"], inputs["attention_mask"], ids)
+        if self.settings.share_prompts and "response_mask" in micro_batch.keys():  # noqa: SIM118 - a TensorDict
+            lengths = micro_batch["input_ids"].offsets().diff() - micro_batch["response_mask"].offsets().diff()
+            replayed = ids if routing.enabled else None
+            shared = shared_prompts.share(inputs["input_ids"], inputs["attention_mask"], lengths.tolist(), replayed)
             ids, tokens = None if ids is None else ids[shared.source], shared.source.numel()
             computed = inputs["input_ids"].flatten()[shared.source].unsqueeze(0)
             inputs = {"input_ids": computed, "attention_mask": None, "shared": shared}

@@ -62,10 +62,16 @@ class LiveEngine:
         return self._rpc("lockstep_adapter_digests", ADAPTER_ID, detail)
 
     def wake_report(self) -> dict | None:
-        """The slowest worker's last wake (`SleepWorker.lockstep_after_wake`); None if no engine slept."""
-        servers = ray.get([server.wake_reports.remote() for server in self.servers])
+        """The slowest worker's last wake (`SleepWorker.lockstep_after_wake`).
+
+        None if an engine has proved nothing since its last sleep.
+        """
+        answers = ray.get([server.wake_reports.remote() for server in self.servers])
+        servers = [reports for reports in answers if reports is not None]
+        if not all(servers):
+            return None
         reports = [report for server in servers for report in server]
-        return max(reports, key=lambda report: report["restore_ms"] + report["proof_ms"], default=None)
+        return max(reports, key=lambda report: report["restore_ms"] + report["proof_ms"])
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
         return ray.get(self.servers[0].probe_generate.remote(prompts, max_tokens))

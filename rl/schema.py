@@ -196,7 +196,8 @@ class TrainerConfig(Section):
     max_tokens_per_micro_batch: Positive | None = None
     """Token budget of a micro-batch; given, micro-batches are built by tokens and micro_batch_size is not used."""
     share_prompts: bool = False
-    """Samples of one prompt in a micro-batch compute it once (MiniMax-M3 only). Pays where prompts are long."""
+    """Samples of one prompt in a micro-batch compute it once (MiniMax-M3 only). Pays where prompts are long and a
+    micro-batch holds whole groups; with max_tokens_per_micro_batch verl scatters them, and counts each prompt."""
     fsdp_workers: Positive | None = None
     """Trainer processes in all; null: nodes * gpus_per_node."""
     gpus_per_node: Positive | None = None
@@ -237,7 +238,8 @@ class Thresholds(Section):
     adapter_effect: PositiveFloat | None = None
     """Least mean |delta logp| by which a non-zero test adapter must move the engine."""
     zero_adapter_effect: NonNegativeFloat | None = None
-    """Largest median |delta logp| by which a zero adapter may move the engine; 0: no token may move."""
+    """Largest median |delta logp| by which a zero adapter may move the engine (the mean: mean_abs_logp); 0: no token
+    may move."""
 
 
 class ConsistencyConfig(Section):
@@ -315,9 +317,18 @@ class Recipe(Section):
                 f"algorithm.index_loss_coef = {self.algorithm.index_loss_coef}: nothing but this loss trains the index "
                 f"projections of model.lora_targets; {remedy}"
             )
-        if self.trainer.share_prompts and adapts_index:
-            raise ValueError(
-                "trainer.share_prompts: the indexer's loss counts every row's prompt; set it to false, or take index "
-                "out of model.lora_targets"
-            )
+        check_sharing(self)
         return self
+
+
+def check_sharing(recipe: Recipe) -> None:
+    """ValueError for trainer.share_prompts where it would change the loss, or nothing at all."""
+    if not recipe.trainer.share_prompts:
+        return
+    for key, value, problem in (
+        ("algorithm.index_loss_coef", recipe.algorithm.index_loss_coef, "the indexer's loss counts each row's prompt"),
+        ("model.lora_dropout", recipe.model.lora_dropout, "each sample has a dropout mask of its own"),
+        ("trainer.micro_batch_size", recipe.trainer.micro_batch_size == 1, "one sequence shares with none"),
+    ):
+        if value:
+            raise ValueError(f"trainer.share_prompts = true with this {key}: {problem}; set it to false")

@@ -30,6 +30,7 @@ for _name in (
     "_sleep_hybrid",
     "collective_rpc",
     "generate",
+    "release_kv_cache",
     "run_server",
     "set_global_steps",
     "wake_up",
@@ -69,8 +70,14 @@ class LockstepServer(vLLMHttpServer):
         return self.model_config.lora["lockstep"]["sleep_level"]
 
     async def _sleep_hybrid(self) -> None:
+        self._wake_reports = []
         await self.collective_rpc("lockstep_before_sleep", args=(self._resolve_sleep_level(),))
         await super()._sleep_hybrid()
+
+    async def release_kv_cache(self) -> None:
+        """verl's sleep during a sync to engines on GPUs of their own, which goes past the proof."""
+        if self.config.free_cache_engine:
+            raise NotImplementedError("release_kv_cache: lockstep's engines sleep on the trainer's GPUs only")
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As verl's, weights first: no request is served before their proof, since the KV cache is still asleep.
@@ -86,9 +93,10 @@ class LockstepServer(vLLMHttpServer):
                 if tag == "weights" and None not in reports:
                     self._wake_reports = reports
 
-    async def wake_reports(self) -> list[dict]:
-        """Each worker's answer (`SleepWorker.lockstep_after_wake`) to the last wake from a sleep."""
-        return self._wake_reports
+    async def wake_reports(self) -> list[dict] | None:
+        """Each worker's answer (`SleepWorker.lockstep_after_wake`) to the last wake from a sleep; None from a server of
+        a replica's other nodes, whose workers the first one asks."""
+        return self._wake_reports if self.node_rank == 0 else None
 
     async def generate_group(self, prompt_ids: list[int], sampling_params: dict, count: int) -> list:
         """`count` samples (verl TokenOutputs) of one prompt; FloatingPointError if a log-prob is not finite."""

@@ -1,21 +1,19 @@
-"""What the rows of a micro-batch begin with in common, computed once: the samples of a group share their prompt.
+"""Samples of one prompt in a micro-batch, with what they begin with in common computed once.
 
 The trainer's MiniMax-M3 takes the tokens in another layout: of each group the common beginning, then what is left of
-every row, which attends to that beginning and to itself. Losses, gradients and metrics are those of the plain layout
-up to the order of additions; only tokens whose whole past is equal, experts included, are shared.
+every row, which attends to that beginning and to itself. Log-probs, losses and gradients are those of the plain layout
+up to the order of additions: only tokens whose whole past is equal, replayed experts included, are shared. Metrics of
+routing count a shared token once.
 
 Shape suffixes: B rows, T tokens of a row, N computed tokens, L layers, K experts a token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rl.sequences import Place
-
-LEAST_SHARE = 0.5
-"""Rows are put together if they have at least this share of the shorter one in common: a chat template's first words
-are common to all rows, and would cut a group's beginning to nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,17 @@ class SharedRows:
         return computed[0, self.place]
 
 
-def share(input_ids: torch.Tensor, attention_mask: torch.Tensor, experts: torch.Tensor | None) -> SharedRows:
-    """Find the common beginnings of rows that are padded on the right.
+def share(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    prompts: Sequence[int],
+    experts: torch.Tensor | None = None,
+) -> SharedRows:
+    """The layout of rows that are padded on the right.
 
     Args:
-        input_ids, attention_mask: [B, T]; experts: int64 [B * T, L, K] that will be replayed, or None.
+        input_ids, attention_mask: [B, T]; prompts: length of each row's prompt, and rows with the same one are a group;
+        experts: int64 [B * T, L, K] that will be replayed, or None.
 
     Raises:
         ValueError: a row is padded on the left, or empty.
@@ -49,11 +53,15 @@ def share(input_ids: torch.Tensor, attention_mask: torch.Tensor, experts: torch.
     lengths = attention_mask.sum(1).tolist()
     if min(lengths) < 1 or not bool(attention_mask[:, 0].all()):
         raise ValueError("rows must be padded on the right, and not empty")
-    routes = None if experts is None else experts.sort(-1).values.view(*input_ids.shape, -1)
+    routes = None if experts is None else experts.view(*input_ids.shape, *experts.shape[1:])
+    groups: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(input_ids[row, :prompt].cpu().numpy().tobytes(), []).append(row)
     parts, source, start = [], [], 0
     place = torch.zeros(input_ids.shape, dtype=torch.long)
     width = input_ids.shape[1]
-    for rows, common in _groups(input_ids, routes, lengths):
+    for rows in groups.values():
+        common = min((_common(input_ids, routes, lengths, rows[0], row) for row in rows[1:]), default=0)
         before = slice(start, start + common) if common else None
         if before is not None:
             parts.append(Place(0, before))
@@ -70,26 +78,11 @@ def share(input_ids: torch.Tensor, attention_mask: torch.Tensor, experts: torch.
     return SharedRows(parts, torch.cat(source).to(input_ids.device), place.to(input_ids.device))
 
 
-def _groups(input_ids: torch.Tensor, routes: torch.Tensor | None, lengths: list[int]) -> list[tuple[list[int], int]]:
-    """(rows, length of their common beginning) of every group; of a row alone 0."""
-    groups: list[tuple[list[int], int]] = []
-    for row, length in enumerate(lengths):
-        best, longest = None, 0
-        for number, (members, _) in enumerate(groups):
-            common = _common(input_ids, routes, members[0], row, min(length, lengths[members[0]]))
-            if common > longest and common >= LEAST_SHARE * min(length, lengths[members[0]]):
-                best, longest = number, common
-        if best is None:
-            groups.append(([row], 0))
-        else:
-            members, common = groups[best]
-            groups[best] = ([*members, row], min(longest, common) if common else longest)
-    return groups
-
-
-def _common(input_ids: torch.Tensor, routes: torch.Tensor | None, a: int, b: int, shorter: int) -> int:
+def _common(input_ids: torch.Tensor, routes: torch.Tensor | None, lengths: list[int], a: int, b: int) -> int:
     """Tokens that rows `a` and `b` begin with in common; each keeps one of its own."""
-    same = input_ids[a, : shorter - 1] == input_ids[b, : shorter - 1]
+    end = min(lengths[a], lengths[b]) - 1
+    same = input_ids[a, :end] == input_ids[b, :end]
     if routes is not None:
-        same = same & (routes[a, : shorter - 1] == routes[b, : shorter - 1]).all(-1)
+        chosen = (routes[row, :end].sort(-1).values.flatten(1) for row in (a, b))
+        same = same & torch.eq(*chosen).all(-1)
     return int(same.long().cumprod(0).sum())

@@ -124,7 +124,7 @@ class LockstepTrainer(PPOTrainerSync):
             return None
         report = self.engine_side.wake_report()
         if report is None:
-            raise GateError("the recipe lets the engines sleep, but none has proved its base after a wake")
+            raise GateError("the recipe lets the engines sleep, but one has not proved its base after its last sleep")
         seconds = (report["restore_ms"] + report["proof_ms"]) / 1e3
         if tell:
             tensors = f"{report['tensors']} base tensors equal after the wake"

@@ -17,7 +17,7 @@ from rl.launch import Parser  # noqa: E402
 
 EXAMPLES = """examples:
   python scripts/bench_m3.py --model assets/tiny_m3/nvfp4_mxfp8
-  python scripts/bench_m3.py --random --lengths 77 300 900 1700 8000 --json docs/benchmarks/gpu_m3.json
+  python scripts/bench_m3.py --random --lengths 77 300 900 1700 8000 --json figures.json
 
 The engine prefills random tokens; torch scores them in float32 throughout and at the trainer's rounding points, each
 by itself, with the engine's experts, and with its experts and blocks. --random: an untrained model of 34 M parameters

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 EXAMPLES = """examples:
   python scripts/make_tiny_model.py --out assets/tiny_math --overwrite   # as committed, about 10 minutes on two cores
-  python scripts/make_tiny_model.py --out /tmp/m3 --size tiny_m3 --device cuda   # 8 minutes on a GPU, hours on a CPU
+  python scripts/make_tiny_model.py --out /tmp/m3 --size tiny_m3 --device cuda   # assets/tiny_m3 was made in two parts
   python scripts/make_tiny_model.py --out /tmp/tiny --seed 1
   python scripts/make_tiny_model.py --out /tmp/mid --size mid --device cuda --steps 300
   python scripts/make_tiny_model.py --out /tmp/rough --minutes 2         # a rough model, quickly
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--size",
         choices=("tiny", "mid", "tiny_m3", "mid_m3"),
         default="tiny",
-        help="Qwen3-MoE of 2.7 (default) or 29 M parameters, or MiniMax-M3 of 5 or 32 M",
+        help="Qwen3-MoE of 2.7 (default) or 29 M parameters, or MiniMax-M3 of 5 or 34 M",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--threads", metavar="N", type=positive(int), help="CPU threads (default: torch's choice)")

@@ -181,3 +181,21 @@ def test_import_is_fast_and_light():
     seconds, heavy = result.stdout.split(maxsplit=1)
     assert heavy.strip() == "set()"
     assert float(seconds) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("trainer.micro_batch_size=1", "one sequence shares with none"),
+        ("model.lora_dropout=0.1", "a dropout mask of its own"),
+    ],
+)
+def test_prompts_are_shared_only_where_that_changes_nothing(override, problem):
+    overrides = [override, "model.lora_targets=[attention]"]
+    assert problem in error_of(*overrides, recipe="tiny_m3")
+    load_recipe("tiny_m3", [*overrides, "trainer.share_prompts=false"])
+
+
+def test_the_indexers_loss_is_not_shared():
+    overrides = ["model.lora_targets=[attention,index]", "algorithm.index_loss_coef=0.1"]
+    assert "counts each row's prompt" in error_of(*overrides, recipe="tiny_m3")

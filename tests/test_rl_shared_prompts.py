@@ -11,8 +11,8 @@ SIZES = m3_checkpoint.Sizes(layers=3, hidden=64, experts=4, inner=32, dense=64, 
 SPEC = lora.LoRASpec(4, 4.0, ("attention", "experts", "shared_experts", "dense_mlp"))
 
 
-def batch(prompts: list[int], rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and mask [B, T] of rows (which prompt, length of the response), padded on the right."""
+def batch(prompts: list[int], rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """ids and mask [B, T] of rows (which prompt, length of the response), padded on the right, and prompt lengths."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(count: int) -> torch.Tensor:
@@ -23,12 +23,12 @@ def batch(prompts: list[int], rows: list[tuple[int, int]]) -> tuple[torch.Tensor
     width = max(map(len, whole))
     ids = torch.stack([torch.cat((row, row.new_zeros(width - len(row)))) for row in whole])
     mask = torch.stack([(torch.arange(width) < len(row)).long() for row in whole])
-    return ids, mask
+    return ids, mask, [prompts[prompt] for prompt, _ in rows]
 
 
 def test_every_token_of_every_row_is_found_at_its_place():
-    ids, mask = batch([300, 40, 7], [(0, 5), (1, 3), (0, 9), (2, 30), (1, 1), (0, 2)])
-    shared = shared_prompts.share(ids, mask, None)
+    ids, mask, prompts = batch([300, 40, 7], [(0, 5), (1, 3), (0, 9), (2, 30), (1, 1), (0, 2)])
+    shared = shared_prompts.share(ids, mask, prompts)
     assert shared.source.numel() == 300 + 5 + 9 + 2 + 40 + 3 + 1 + 37
     computed = ids.flatten()[shared.source]
     assert torch.equal(shared.spread(computed[None, :, None]).squeeze(-1)[mask.bool()], ids[mask.bool()])
@@ -39,35 +39,41 @@ def test_every_token_of_every_row_is_found_at_its_place():
         assert shared.positions[part.own.start] == start
 
 
-def test_rows_without_a_common_beginning_stay_alone():
-    ids, mask = batch([30, 30], [(0, 5), (1, 3)])
-    ids[:, :10] = 5  # the first words of a chat template
-    shared = shared_prompts.share(ids, mask, None)
-    assert [part.before for part in shared.parts] == [None, None]
-    assert shared.source.numel() == mask.sum()
+def test_other_prompts_that_begin_alike_are_other_groups():
+    ids, mask, prompts = batch([30, 30], [(0, 5), (1, 3), (0, 7)])
+    ids[:, :25] = 5  # a system message
+    shared = shared_prompts.share(ids, mask, prompts)
+    assert [part.before for part in shared.parts] == [None, slice(0, 30), slice(0, 30), None]
+    assert shared.source.numel() == 30 + 5 + 7 + 33
+
+
+def test_long_answers_share_their_prompt_and_what_they_have_in_common():
+    ids, mask, prompts = batch([20], [(0, 100), (0, 120)])
+    ids[1, 20:25] = ids[0, 20:25]
+    ids[1, 25] = ids[0, 25] + 1
+    assert shared_prompts.share(ids, mask, prompts).source.numel() == 25 + 95 + 115
 
 
 def test_equal_rows_keep_a_token_each():
-    ids, mask = batch([50], [(0, 0), (0, 0)])
-    shared = shared_prompts.share(ids, mask, None)
-    assert shared.source.numel() == 49 + 2
+    ids, mask, prompts = batch([50], [(0, 0), (0, 0)])
+    assert shared_prompts.share(ids, mask, prompts).source.numel() == 49 + 2
 
 
 def test_tokens_with_other_experts_are_not_shared():
-    ids, mask = batch([50], [(0, 4), (0, 4)])
+    ids, mask, prompts = batch([50], [(0, 4), (0, 4)])
     experts = torch.tensor([0, 1]).expand(ids.numel(), 1, 2).clone()
     experts[ids.shape[1] + 40] = torch.tensor([0, 2])
     experts[ids.shape[1] + 20] = torch.tensor([1, 0])  # the same two
-    shared = shared_prompts.share(ids, mask, experts)
+    shared = shared_prompts.share(ids, mask, prompts, experts)
     assert shared.parts[0].own == slice(0, 40)
 
 
 @pytest.mark.parametrize("column", [0, slice(None)])
 def test_left_padding_and_empty_rows_are_refused(column):
-    ids, mask = batch([20], [(0, 4), (0, 4)])
+    ids, mask, prompts = batch([20], [(0, 4), (0, 4)])
     mask[1, column] = 0
     with pytest.raises(ValueError, match="padded on the right"):
-        shared_prompts.share(ids, mask, None)
+        shared_prompts.share(ids, mask, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +107,7 @@ def gradients(trainer, values: torch.Tensor, weights: torch.Tensor) -> dict[str,
 @pytest.mark.parametrize(("replayed", "checkpointing"), [(False, False), (True, True)])
 def test_log_probs_and_gradients_are_those_of_the_plain_layout(trainer, replayed, checkpointing):
     """Prompts of more blocks than are selected, and a response that begins in a block and ends in the next."""
-    ids, mask = batch([390, 300], [(0, 3), (1, 90), (0, 1), (1, 9)])
+    ids, mask, prompts = batch([390, 300], [(0, 3), (1, 90), (0, 1), (1, 9)])
     model = trainer.model.train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -118,7 +124,7 @@ def test_log_probs_and_gradients_are_those_of_the_plain_layout(trainer, replayed
         trainer.routing.begin(experts)
         plain = log_probs(trainer, labels, input_ids=ids, attention_mask=mask)
         expected = gradients(trainer, plain, weights)
-        shared = shared_prompts.share(ids, mask, experts)
+        shared = shared_prompts.share(ids, mask, prompts, experts)
         assert shared.source.numel() == 390 + 300 + 3 + 90 + 1 + 9
         trainer.routing.begin(None if experts is None else experts[shared.source])
         found = log_probs(trainer, labels, input_ids=ids.flatten()[shared.source][None], shared=shared)

@@ -93,7 +93,7 @@ def test_a_wakes_time_is_a_column_and_told_once(tmp_path, monkeypatch):
     (event,) = lines(tmp_path / "events.jsonl")
     assert "sleep level 2: 79 base tensors equal after the wake (0.50 s)" in event.values()
     made.engine_side = types.SimpleNamespace(wake_report=lambda: None)
-    with pytest.raises(GateError, match="none has proved its base"):
+    with pytest.raises(GateError, match="one has not proved its base"):
         made.on_step_end()
 
 

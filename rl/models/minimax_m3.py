@@ -214,6 +214,8 @@ class MiniMaxM3Attention(nn.Module):
             positions = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)
             blocks, margin = self.selection.choose(*index, positions)
             if self.block_replay is not None:
+                if self.block_replay.active and q.shape[0] != k.shape[0]:
+                    raise ValueError("blocks are recorded and replayed of whole sequences, without shared prompts")
                 blocks = self.block_replay.choose(self.layer, number, blocks, margin)
         out = msa.attend(q, k, v, blocks, scale, size)
         if self.index_loss_weight and self.training:

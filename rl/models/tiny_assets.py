@@ -48,7 +48,7 @@ class Family:
 
 def family_of(size: str) -> Family:
     """The family of a `Plan.size`."""
-    if size in ("tiny_m3", "mid_m3"):
+    if size.endswith("_m3"):
         from rl.models.tiny_m3 import FAMILY
     else:
         from rl.models.tiny_training import FAMILY

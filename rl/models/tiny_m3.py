@@ -67,7 +67,7 @@ SIZES: dict[str, dict] = {
         "num_experts_per_tok": 4,
     },
 }
-"""What differs between the sizes: 5 M parameters, and 32 M for figures on a GPU."""
+"""What differs between the sizes: 5 M parameters, and 34 M for figures on a GPU."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, size: str = "tiny_m3") -> MiniMaxM3SparseForCausalLM:
