@@ -1,11 +1,17 @@
 """Rows that begin alike: the layout, and that sharing changes neither log-probs nor gradients."""
 
+from types import SimpleNamespace
+
 import m3_checkpoint
 import pytest
 import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl_batches import jagged
 
 from quant.checkpoint import quantize_checkpoint
 from rl import lora, modeling, shared_prompts
+from rl.engine import LockstepEngine
 
 SIZES = m3_checkpoint.Sizes(layers=3, hidden=64, experts=4, inner=32, dense=64, vocabulary=96)
 SPEC = lora.LoRASpec(4, 4.0, ("attention", "experts", "shared_experts", "dense_mlp"))
@@ -137,3 +143,50 @@ def test_log_probs_and_gradients_are_those_of_the_plain_layout(trainer, replayed
     for name, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(got[name], gradient, rtol=0, atol=2e-4 * scale + 1e-7, msg=name)
+
+
+def forward_step(trainer, micro_batch, shared: bool, fields: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], int]:
+    """What `LockstepEngine` makes of a micro-batch, without verl's set-up around it: log-probs, entropy, and the tokens
+    that were computed."""
+    engine = object.__new__(LockstepEngine)
+    engine.trainer_model, engine.module = trainer, trainer.model
+    engine.settings = SimpleNamespace(share_prompts=shared)
+    engine.pad_to_length = engine.use_ulysses_sp = False
+    micro_batch = micro_batch.select(*fields)
+    inputs, args = engine.prepare_model_inputs(micro_batch)
+    try:
+        output = engine.prepare_model_outputs(trainer.model(**inputs, use_cache=False), args, micro_batch, None)
+    finally:
+        trainer.model.lm_head.ask(None)
+        tokens = trainer.routing.tokens
+        trainer.routing.begin(None)
+    return {key: output[key].values() for key in ("log_probs", "entropy")}, tokens
+
+
+def test_the_engine_gives_the_same_log_probs_and_entropy(trainer):
+    """With routes to replay, without, and without a response mask, where nothing is shared."""
+    ids, mask, prompts = batch([140, 40], [(0, 9), (1, 4), (0, 20)])
+    lengths = mask.sum(1).tolist()
+    routes = [torch.randint(0, SIZES.experts - 1, (length, SIZES.layers, 1)) for length in lengths]
+    routes[2][:140] = routes[0][:140]
+    rows = {
+        "input_ids": [row[:length] for row, length in zip(ids, lengths, strict=True)],
+        "position_ids": [torch.arange(length) for length in lengths],
+        "response_mask": [torch.ones(n - prompt, dtype=torch.long) for n, prompt in zip(lengths, prompts, strict=True)],
+        "routed_experts": [torch.cat((ids, ids + 1), -1) for ids in routes],
+    }
+    data = TensorDict({name: jagged(values) for name, values in rows.items()}, batch_size=len(lengths))
+    tu.assign_non_tensor(data, temperature=1.0, use_remove_padding=False, calculate_entropy=True, pad_token_id=0)
+    extra = ("temperature", "use_remove_padding", "calculate_entropy", "pad_token_id")
+    for fields, computed in (
+        (("response_mask", "routed_experts"), 140 + 9 + 20 + 44),
+        (("response_mask",), 140 + 9 + 20 + 44),
+        ((), sum(lengths)),
+    ):
+        fields = ("input_ids", "position_ids", *fields, *extra)
+        with torch.no_grad():
+            plain, tokens = forward_step(trainer, data, False, fields)
+            found, fewer = forward_step(trainer, data, True, fields)
+        assert (tokens, fewer) == (sum(lengths), computed)
+        for key, value in plain.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=2e-5, msg=f"{key} of {fields}")
