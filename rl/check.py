@@ -242,9 +242,9 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
 
 def probe_prompts(recipe: Recipe, count: int, tokenizer) -> list[list[int]]:
     """The first `count` held-out prompts, tokenised as rollouts are."""
-    from rl.data import load_rows
+    from rl.data import problem_rows
 
-    rows = load_rows(Path(recipe.data.val))[:count]
+    rows = problem_rows(recipe.data.val)[:count]
     return [
         tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
         for row in rows

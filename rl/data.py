@@ -1,4 +1,4 @@
-"""Data sets of math problems: rows in the schema of DAPO-Math-17K, their check, and their preparation for verl.
+"""Data sets of math problems: rows in the schema of DAPO-Math-17K, read, checked and written (see ``rl.prepare``).
 
 A row is::
 
@@ -14,15 +14,12 @@ No torch here: a bad data set is refused before anything heavy is imported.
 import hashlib
 import json
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.data_error import DataError
 from rl.hub import hub_set, iter_hub_rows
-from rl.reward import as_integer
 
 DAPO_PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -32,6 +29,8 @@ DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 _ASKS_FOR_ANSWER_LINE = ("of the form Answer:", 'after "Answer:"')
 
 _MESSAGE_FIELDS = ("role", "content")
+Messages = tuple[tuple[str, str], ...]
+"""A prompt that can be compared and hashed: (role, content) of each message."""
 _READERS = (".parquet", ".jsonl")
 
 
@@ -43,6 +42,24 @@ def dapo_prompt(problem: str) -> str:
 def asks_for_answer_line(prompt: str) -> bool:
     """Whether a prompt already tells the model to end with ``Answer: ...``, which ``rl.reward`` reads first."""
     return any(marker in prompt for marker in _ASKS_FOR_ANSWER_LINE)
+
+
+def messages_of(row: dict[str, Any]) -> Messages:
+    """The prompt of a checked row."""
+    return tuple((message["role"], message["content"]) for message in row["prompt"])
+
+
+def with_answer_line(messages: Messages) -> Messages:
+    """The prompt with DAPO's instruction around its last message, unless a message has it already."""
+    if any(asks_for_answer_line(content) for _, content in messages):
+        return messages
+    role, content = messages[-1]
+    return (*messages[:-1], (role, dapo_prompt(content)))
+
+
+def with_prompt(row: dict[str, Any], messages: Messages) -> dict[str, Any]:
+    """The row with another prompt."""
+    return {**row, "prompt": [dict(zip(_MESSAGE_FIELDS, message, strict=True)) for message in messages]}
 
 
 def load_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -65,15 +82,15 @@ def _iter_rows(path: Path) -> Iterator[dict[str, Any]]:
 def problem_rows(path: str | Path, name: str | Path | None = None) -> list[dict[str, Any]]:
     """Checked rows of a data set in this schema, or of any file of {question or problem, answer} objects.
 
-    An answer may end a worked solution after "####", as in GSM8K. The question gets DAPO's instruction. `name` stands
-    for the path in messages about rows.
+    An answer may end a worked solution after "####", as in GSM8K. A prompt that does not ask for the ``Answer:`` line
+    gets DAPO's instruction, as in training (``rl.prepare``). `name` stands for the path in messages about rows.
 
     Raises:
         DataError: the file cannot be read, or a row has neither form.
     """
     rows = list(_problems(_iter_rows(Path(path)), name or path))
     validate_rows(rows, name or path)
-    return rows
+    return [with_prompt(row, with_answer_line(messages_of(row))) for row in rows]
 
 
 def _problems(rows: Iterable[Any], path: str | Path) -> Iterator[dict[str, Any]]:
@@ -90,6 +107,7 @@ def _problems(rows: Iterable[Any], path: str | Path) -> Iterator[dict[str, Any]]
 def source_rows(source: str, subset: str | None = None, split: str | None = None) -> dict[str, tuple[dict, int]]:
     """Checked rows of a file, or of a set on the Hub (``rl.hub``), each with the number of its exact copies.
 
+    Prompts are as the set has them, without an added instruction.
     The Hub's DAPO-Math-17k repeats each problem a hundred times: 1.8 million rows, of which the first copies are kept.
 
     Raises:
@@ -99,7 +117,7 @@ def source_rows(source: str, subset: str | None = None, split: str | None = None
     from_file = path.suffix in _READERS or path.exists()
     rows: dict[str, tuple[dict, int]] = {}
     for row in _problems(_iter_rows(path) if from_file else iter_hub_rows(hub_set(source, subset, split)), source):
-        text = repr((_messages(row), row["reward_model"]["ground_truth"]))
+        text = repr((messages_of(row), row["reward_model"]["ground_truth"]))
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         first, copies = rows.get(key, (row, 0))
         rows[key] = (first, copies + 1)
@@ -117,7 +135,7 @@ def _from_question(row: Any, index: int, path: str | Path) -> dict[str, Any]:
         )
     return {
         "data_source": Path(path).stem,
-        "prompt": [{"role": "user", "content": dapo_prompt(question)}],
+        "prompt": [{"role": "user", "content": question}],
         "reward_model": {"ground_truth": str(answer).rpartition("####")[2].strip(), "style": "rule"},
         "extra_info": {"index": index},
     }
@@ -215,113 +233,6 @@ def _prompt_fault(prompt: Any) -> str | None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-@dataclass(frozen=True)
-class PrepareReport:
-    """What ``prepare`` did, in rows."""
-
-    read: int
-    written: int
-    duplicates: int
-    """Rows dropped because an earlier row has the same prompt and the same answer."""
-    contradicting: int
-    """Rows dropped because another row has the same prompt and another answer."""
-    instruction_added: int
-    """Written rows whose prompt did not ask for the ``Answer:`` line."""
-    damaged: int = 0
-    """Rows dropped because their answer is an integer that went through a float (see ``float_damaged``)."""
-    contaminated: int = 0
-    """Rows dropped because the problem stands in a set that it must be kept out of."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.read} rows read, {self.written} written; dropped {self.duplicates} duplicates, "
-            f"{self.contradicting} with contradicting answers, {self.damaged} with damaged ones, {self.contaminated} "
-            f"of the evaluation sets; Answer: instruction added to {self.instruction_added}"
-        )
-
-
-def float_damaged(answer: str) -> bool:
-    """Whether an integer answer lost digits in a float: above 2^53, exactly a double, and not a round number.
-
-    DAPO-Math-17K has some, such as 22099999999999998951424. No such answer can be meant.
-    """
-    digits = as_integer(answer)
-    if digits is None or len(digits) > 300 or abs(int(digits)) <= 2**53:
-        return False
-    return int(float(digits)) == int(digits) and not digits.endswith("000000")
-
-
-def _problem_key(content: str) -> str:
-    """A problem's text for comparison across sets: without DAPO's instruction, case, blanks and punctuation."""
-    text = content.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
-    return "".join(char for char in text.lower() if char.isalnum())
-
-
-def prepare(
-    path_in: str | Path,
-    path_out: str | Path,
-    against: Sequence[str | Path] = (),
-    subset: str | None = None,
-    split: str | None = None,
-) -> PrepareReport:
-    """Makes a parquet file that verl and ``rl.reward`` can use as it is, from a file or a set on the Hub.
-
-    Adds DAPO's ``Answer:`` instruction to prompts without it, keeps one of several identical problems, and drops every
-    row of a problem whose answers contradict each other, whose answer a float has damaged, or that stands in one of the
-    evaluation sets `against` (compared by letters and digits). The order is kept.
-
-    Raises:
-        DataError: ``path_in`` cannot be read or breaks the schema, ``path_out`` is no .parquet, or nothing is left.
-    """
-    if Path(path_out).suffix != ".parquet":
-        raise DataError(f"{path_out}: the prepared file is parquet; name it .parquet")
-    found = list(source_rows(str(path_in), subset, split).values())
-    rows, read = [row for row, _ in found], sum(copies for _, copies in found)
-    others = (row for path in against for row, _ in source_rows(str(path)).values())
-    forbidden = {_problem_key(row["prompt"][-1]["content"]) for row in others}
-    original = [_messages(row) for row in rows]
-    prompts = [_with_answer_line(messages) for messages in original]
-    answers = defaultdict(set)
-    for row, prompt in zip(rows, prompts, strict=True):
-        answers[prompt].add(_canonical(row["reward_model"]["ground_truth"]))
-    kept: dict[tuple, dict[str, Any]] = {}
-    added = contradicting = damaged = contaminated = 0
-    for (row, copies), before, prompt in zip(found, original, prompts, strict=True):
-        if len(answers[prompt]) > 1:
-            contradicting += copies
-        elif float_damaged(row["reward_model"]["ground_truth"]):
-            damaged += copies
-        elif _problem_key(before[-1][1]) in forbidden:
-            contaminated += copies
-        elif prompt not in kept:
-            added += before != prompt
-            kept[prompt] = {**row, "prompt": [dict(zip(_MESSAGE_FIELDS, message, strict=True)) for message in prompt]}
-    if not kept:
-        raise DataError(
-            f"{path_in}: nothing is left: {contradicting} rows contradict each other, {damaged} answers are damaged, "
-            f"{contaminated} stand in an evaluation set; correct reward_model.ground_truth or the sets"
-        )
-    write_rows(kept.values(), path_out)
-    duplicates = read - contradicting - damaged - contaminated - len(kept)
-    return PrepareReport(read, len(kept), duplicates, contradicting, added, damaged, contaminated)
-
-
-def _messages(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], message["content"]) for message in row["prompt"])
-
-
-def _with_answer_line(messages: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    if any(asks_for_answer_line(content) for _, content in messages):
-        return messages
-    role, content = messages[-1]
-    return (*messages[:-1], (role, dapo_prompt(content)))
-
-
-def _canonical(answer: str) -> str:
-    """The form in which two answers are compared, so that "025" does not contradict "25"."""
-    return as_integer(answer) or answer.strip()
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: str | Path) -> None:

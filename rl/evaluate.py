@@ -22,7 +22,7 @@ from rl.hub import HUB_SETS
 from rl.launch import Parser
 from rl.preflight import preflight
 from rl.progress import percent
-from rl.reward import score
+from rl.reward import as_integer, score
 
 EXAMPLES = """examples:
   python scripts/evaluate.py --config tiny_math.yaml
@@ -90,12 +90,18 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 2
-    samples = args.samples
+    samples, refused = args.samples, None
     print(f"{recipe.name}: {len(rows)} problems of {data.name}, {samples} sample(s) each", flush=True)
     started = time.monotonic()
     with libraries_in_log() as log:
-        responses = sample(with_absolute_paths(recipe), adapter, rows, samples, args.greedy)
+        try:
+            responses = sample(with_absolute_paths(recipe), adapter, rows, samples, args.greedy)
+        except ConfigError as error:  # printed below: here it would go to the log
+            refused = error
     log.unlink()
+    if refused is not None:
+        print(f"evaluate.py: {refused}", file=sys.stderr)
+        return 2
     judged = judge(rows, responses)
     result = {
         "schema": 1,
@@ -141,19 +147,17 @@ def output_folder(recipe: Recipe, wanted: Path | None) -> Path:
 
 
 def sample(recipe: Recipe, adapter: Path | None, rows: list[dict], count: int, greedy: bool) -> list[tuple[str, int]]:
-    """(text, tokens) of `count` responses to each row, in the order of the rows."""
+    """(text, tokens) of `count` responses to each row, in the order of the rows; ConfigError as `encode`."""
     settings, options = engine_options(recipe, recipe.rollout.max_num_seqs)
+    from transformers import AutoTokenizer
+
     from rollout.engine import InProcessEngine
 
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    prompts = [ids for ids in encode(recipe, rows, tokenizer) for _ in range(count)]  # before the engine is started
     engine = InProcessEngine(Path(recipe.model.path), options)
     if adapter is not None:
         load_adapter(engine, Path(recipe.model.path), settings, adapter)
-    tokenizer = engine.llm.get_tokenizer()
-    prompts = [
-        tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
-        for row in rows
-        for _ in range(count)
-    ]
     outputs = engine.generate(
         prompts,
         recipe.data.max_response_length,
@@ -162,6 +166,26 @@ def sample(recipe: Recipe, adapter: Path | None, rows: list[dict], count: int, g
         temperature=0.0 if greedy else recipe.rollout.temperature,
     )
     return [(tokenizer.decode(output.response_ids), len(output.response_ids)) for output in outputs]
+
+
+def encode(recipe: Recipe, rows: list[dict], tokenizer) -> list[list[int]]:
+    """Token ids of the rows' prompts.
+
+    Raises:
+        ConfigError: one is so long that the engine has no room for it and data.max_response_length tokens.
+    """
+    prompts = [
+        tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
+        for row in rows
+    ]
+    limit, longest = recipe.data.max_prompt_length, max(range(len(prompts)), key=lambda index: len(prompts[index]))
+    if len(prompts[longest]) > limit:
+        raise ConfigError(
+            f"--data: {sum(len(ids) > limit for ids in prompts)} of {len(rows)} prompts are longer than "
+            f"data.max_prompt_length = {limit}; the longest, of row {longest}, has {len(prompts[longest])} tokens: "
+            f"add data.max_prompt_length={len(prompts[longest])}"
+        )
+    return prompts
 
 
 def load_adapter(engine, checkpoint: Path, settings, adapter: Path) -> None:
@@ -194,17 +218,16 @@ def judge(rows: list[dict], responses: list[tuple[str, int]]) -> list[Sample]:
 
 
 def figures(judged: list[Sample], count: int) -> dict:
-    """avg@n, pass@k and maj@k (k = 1, 2, 4, ... n) with 95 % intervals, errors, and the mean length in tokens."""
+    """avg@n, pass@k and maj@k (k = 2, 4, 8, ... and n itself) with 95 % intervals, errors, and the mean length."""
     problems = max(one.problem for one in judged) + 1
     by_problem: list[list[Sample]] = [[] for _ in range(problems)]
     for one in judged:
         by_problem[one.problem].append(one)
     per_problem = {f"avg@{count}": [np.mean([one.correct for one in group]) for group in by_problem]}
-    k = 2
-    while k <= count:
+    powers = [2**power for power in range(1, count.bit_length()) if 2**power < count]
+    for k in [*powers, count] if count > 1 else []:
         per_problem[f"pass@{k}"] = [pass_at(len(group), sum(one.correct for one in group), k) for group in by_problem]
         per_problem[f"maj@{k}"] = [majority_at(group, k) for group in by_problem]
-        k *= 2
     errors = Counter(one.error for one in judged if one.error)
     return {
         "problems": problems,
@@ -223,14 +246,21 @@ def pass_at(count: int, correct: int, k: int) -> float:
 
 
 def majority_at(group: list[Sample], k: int) -> float:
-    """Share of disjoint sets of k samples whose most frequent answer (the first among equals) is right."""
+    """Share of disjoint sets of k samples whose most frequent answer (the first among equals) is right.
+
+    Answers that differ in writing only (25, 025, 25.0) are one: see `_vote`.
+    """
     right = []
     for start in range(0, len(group) - k + 1, k):
         part = [one for one in group[start : start + k] if one.answer is not None]
-        votes = Counter(one.answer for one in part)
-        winner = votes.most_common(1)[0][0] if votes else None
-        right.append(any(one.correct and one.answer == winner for one in part))
+        votes = Counter(map(_vote, part))
+        right.append(bool(votes) and votes.most_common(1)[0][0][0])
     return float(np.mean(right))
+
+
+def _vote(one: Sample) -> tuple[bool, str]:
+    """What a sample votes for: all right answers for the gold one; a wrong one for its integer, or else its text."""
+    return one.correct, one.gold if one.correct else as_integer(one.answer) or one.answer
 
 
 def intervals(values: list[float], seed: int = 0) -> dict[str, float]:

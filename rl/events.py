@@ -6,7 +6,7 @@ hold one JSON object a line, appended whole, so a reader never has to lock. No t
 Events:
     {"event": "stage", "name": "loading model", "t": seconds since the epoch}      every event has "t"
     {"event": "step", "step": n, "of": N, ...metrics}
-    {"event": "validation", "step": n, "accuracy": f}
+    {"event": "validation", "step": n, "accuracy": f, "by_set": {name: f}, "reward_errors": n, "reward_timeouts": n}
     {"event": "gate", "step": n, "verdict": "pass" | "fail", "reasons": [...], "summary": "..."}
     {"event": "note", "text": "..."}                                               a line for the person who watches
     {"event": "done"}
@@ -100,9 +100,20 @@ class EventLog:
         _append_line(self._metrics, row)
         self._append(self._events, {"event": "step", "of": of, **row})
 
-    def validation(self, step: int, accuracy: float) -> None:
-        """Held-out accuracy in [0, 1] after `step` optimizer steps."""
-        self._append(self._events, {"event": "validation", "step": step, "accuracy": accuracy})
+    def validation(
+        self,
+        step: int,
+        accuracy: float,
+        by_set: dict[str, float] | None = None,
+        reward_errors: int = 0,
+        reward_timeouts: int = 0,
+    ) -> None:
+        """Held-out accuracy in [0, 1] after `step` optimizer steps, and the samples that could not be judged.
+
+        `by_set` has the accuracy of each data source where the held-out file mixes several.
+        """
+        event = {"event": "validation", "step": step, "accuracy": accuracy, "by_set": by_set or {}}
+        self._append(self._events, {**event, "reward_errors": reward_errors, "reward_timeouts": reward_timeouts})
 
     def gate(self, step: int, verdict: str, reasons: list[str], summary: str) -> None:
         """Outcome of a consistency check; verdict is pass or fail."""

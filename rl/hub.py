@@ -22,6 +22,7 @@ HUB_SETS = {
     "gsm8k_test": HubSet("openai/gsm8k", "main", "test"),
     "math_500": HubSet("HuggingFaceH4/MATH-500", None, "test"),
     "aime_2024": HubSet("HuggingFaceH4/aime_2024", None, "train"),
+    "aime_2025": HubSet("math-ai/aime25", None, "test"),
 }
 """Short names for scripts/prepare_data.py."""
 

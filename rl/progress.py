@@ -66,8 +66,7 @@ class Progress:
         elif kind == "step":
             self._step(event)
         elif kind == "validation":
-            when = f"after {count(event['step'], 'step')}" if event["step"] else "before training"
-            self.line(f"  held-out accuracy {percent(event['accuracy'])} {when}")
+            self.line(f"  {validation_text(event)}")
         elif kind == "gate":
             self.line(f"  consistency check, step {event['step']}: {event.get('summary') or event['verdict']}")
             for reason in event.get("reasons", []):
@@ -158,9 +157,20 @@ def step_text(row: dict[str, Any]) -> str:
     if row.get("gen_batches") is not None:
         row = {**row, "kept": f"{row['kept_groups']:.0%} of {row['gen_batches']:.1f} batches"}
     texts = [form.format(row[key]) for key, form in parts if row.get(key) is not None]
+    return "  ".join(texts + _not_judged(row))
+
+
+def validation_text(event: dict[str, Any]) -> str:
+    """The held-out accuracy, that of each set if there are several, and failed judgements if any."""
+    by_set = ", ".join(f"{name} {percent(share)}" for name, share in event.get("by_set", {}).items())
+    when = f"after {count(event['step'], 'step')}" if event["step"] else "before training"
+    text = f"held-out accuracy {percent(event['accuracy'])}{by_set and f' ({by_set})'} {when}"
+    return "  ".join([text, *_not_judged(event)])
+
+
+def _not_judged(row: dict[str, Any]) -> list[str]:
     failed = {key: int(row.get(f"reward_{key}") or 0) for key in ("errors", "timeouts")}
-    texts += [f"{number} reward {key}" for key, number in failed.items() if number]
-    return "  ".join(texts)
+    return [f"{number} reward {key}" for key, number in failed.items() if number]
 
 
 def percent(value: float | None) -> str:

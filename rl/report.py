@@ -6,8 +6,15 @@ from pathlib import Path
 
 from rl.events import read_jsonl
 from rl.page import flatten, number, page, table
-from rl.progress import duration, percent
+from rl.progress import count, duration, percent
 from rl.svg import Series, line_plot
+
+PHASES = (
+    ("Seconds a step", "by phase", ("step", "generate", "update", "sync")),
+    ("Seconds of smaller parts", "reward is within generate, wake within sync", ("reward", "advantage", "wake")),
+    ("Seconds of what is not done every step", "gate, save, held-out evaluation", ("gate", "save", "validate")),
+)
+"""Title, note and columns time_PHASE of metrics.jsonl of the plots of times: no more lines in one than colours."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -27,7 +34,7 @@ def render(run_dir: Path) -> str:
     recipe = config.get("recipe", {})
     parts = [
         _head(recipe.get("name", run_dir.name), run_dir.name, summary, config),
-        _tiles(summary),
+        _tiles(summary, _held_out_name(recipe)),
         "<section class='plots'>",
         *_plots(rows, events, recipe, consistency.get("thresholds", {})),
         "</section>",
@@ -51,12 +58,18 @@ def _head(name: str, folder: str, summary: dict, config: dict) -> str:
     )
 
 
-def _tiles(summary: dict) -> str:
+def _held_out_name(recipe: dict) -> str:
+    """The held-out set and how often each problem of it is sampled."""
+    data = recipe.get("data", {})
+    return f"{Path(data['val']).stem}, {count(data['val_samples'], 'sample')} a problem" if "val" in data else ""
+
+
+def _tiles(summary: dict, held_out: str) -> str:
     if not summary:
         return ""
     accuracy = f"{percent(summary['initial_accuracy'])} &rarr; {percent(summary['final_accuracy'])}"
     tiles = [
-        ("held-out accuracy", accuracy),
+        (f"held-out accuracy ({held_out})" if held_out else "held-out accuracy", accuracy),
         ("best", percent(summary["best_accuracy"])),
         ("steps", str(summary["steps"])),
         ("wall time", duration(summary["wall_s"])),
@@ -67,7 +80,7 @@ def _tiles(summary: dict) -> str:
         ("answers not judged", _not_judged(summary)),
         ("peak memory", "n/a" if summary["peak_memory_gb"] is None else f"{summary['peak_memory_gb']} GB"),
     ]
-    cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
+    cells = "".join(f"<div><b>{value}</b><span>{html.escape(label)}</span></div>" for label, value in tiles)
     return f"<section class='tiles'>{cells}</section>"
 
 
@@ -77,14 +90,13 @@ def _not_judged(summary: dict) -> str:
 
 
 def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict) -> list[str]:
-    held_out = [(event["step"], event["accuracy"]) for event in events if event["event"] == "validation"]
     algorithm = recipe.get("algorithm", {})
     plots = [
         ("Reward", "mean of a step's samples", [Series("reward", column(rows, "reward"))], {}),
         (
             "Accuracy",
-            "share of right answers: the step's samples, and held-out problems",
-            [Series("train", column(rows, "accuracy")), Series("held-out", held_out, dots=True)],
+            f"share of right answers: the step's samples, and held-out problems ({_held_out_name(recipe) or 'n/a'})",
+            [Series("train", column(rows, "accuracy")), *_held_out(events)],
             {"percent": True},
         ),
         (
@@ -104,18 +116,29 @@ def _plots(rows: list[dict], events: list[dict], recipe: dict, thresholds: dict)
             {"rule": algorithm.get("rollout_is_threshold")},
         ),
         *_answer_plots(rows),
-        (
-            "Seconds a step",
-            "by phase",
-            [
-                Series(name, column(rows, f"time_{name}"))
-                for name in ("step", "generate", "update", "sync")
-                if column(rows, f"time_{name}")
-            ],
-            {"floor": 0.0},
-        ),
+        *_time_plots(rows),
     ]
     return [line_plot(title, note, series, **options) for title, note, series, options in plots]
+
+
+def _held_out(events: list[dict]) -> list[Series]:
+    """The held-out accuracy, and that of each set where there are several."""
+    found = [event for event in events if event["event"] == "validation"]
+    names = sorted({name for event in found for name in event.get("by_set", {})})
+    series = [Series("held-out, all" if names else "held-out", column(found, "accuracy"), dots=True)]
+    by_set = [(name, [{"step": one["step"], **one["by_set"]} for one in found if one.get("by_set")]) for name in names]
+    return series + [Series(f"held-out, {name}", column(shares, name), dots=True) for name, shares in by_set]
+
+
+def _time_plots(rows: list[dict]) -> list[tuple]:
+    """As `_answer_plots`; without the plots that no step has a value for, but for the first."""
+    plots = []
+    for title, note, phases in PHASES:
+        found = [(name, points) for name in phases if (points := column(rows, f"time_{name}"))]
+        if found or not plots:
+            series = [Series(name, points, dots=len(points) < len(rows)) for name, points in found]
+            plots.append((title, note, series, {"floor": 0.0}))
+    return plots
 
 
 def _answer_plots(rows: list[dict]) -> list[tuple]:

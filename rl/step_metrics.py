@@ -1,5 +1,6 @@
 """A training step in numbers: one row of metrics.jsonl, and the same under verl's names for wandb and TensorBoard."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rl import stats
@@ -50,17 +51,44 @@ def reward_metrics(tags: Iterable[dict]) -> dict[str, float]:
     judged = [tag for tag in tags if not tag.get("is_padding", False) and "correct" in tag]
     if not judged:
         return {}
-    errors = [tag["reward_error"] for tag in judged if tag["reward_error"]]
     penalties = [tag["overlong_penalty"] for tag in judged]
     return {
         "accuracy": sum(tag["correct"] for tag in judged) / len(judged),
         "no_answer": sum(not tag["answered"] for tag in judged) / len(judged),
-        "reward_errors": float(sum(error != "timeout" for error in errors)),
-        "reward_timeouts": float(sum(error == "timeout" for error in errors)),
+        **{key: float(number) for key, number in _not_judged(tag["reward_error"] for tag in judged).items()},
         "overlong": sum(penalty < 0 for penalty in penalties) / len(judged),
         "overlong_penalty": sum(penalties) / len(judged),
         "time_reward": sum(tag["reward_s"] for tag in judged) / len(judged),
     }
+
+
+def _not_judged(errors: Iterable[str | None]) -> dict[str, int]:
+    """Time-outs, and what else kept the reward from judging a sample; without an error its text is empty."""
+    found = [error for error in errors if error]
+    timeouts = found.count("timeout")
+    return {"reward_errors": len(found) - timeouts, "reward_timeouts": timeouts}
+
+
+def held_out(metrics: dict, sources: Iterable[str], errors: Iterable[str | None]) -> dict:
+    """What `rl.events.EventLog.validation` takes, from verl's validation metrics.
+
+    Args:
+        metrics: verl's, with val-core/SOURCE/acc/mean@N.
+        sources: the data source of every problem; the accuracy is the mean over problems, whatever their source.
+        errors: the reward's "error" of every sample.
+
+    Raises:
+        RuntimeError: verl has no accuracy of a source.
+    """
+    problems = Counter(sources)
+    shares = {}
+    for source in problems:
+        found = [float(v) for k, v in metrics.items() if k.startswith(f"val-core/{source}/acc/mean@")]
+        if len(found) != 1:
+            raise RuntimeError(f"verl reported {len(found)} held-out accuracies of {source} among {sorted(metrics)}")
+        shares[source] = found[0]
+    accuracy = sum(shares[source] * number for source, number in problems.items()) / problems.total()
+    return {"accuracy": accuracy, "by_set": shares if len(shares) > 1 else {}, **_not_judged(errors)}
 
 
 def row(metrics: dict, timing: dict[str, float], more: dict[str, float]) -> dict:

@@ -24,7 +24,7 @@ def register() -> None:
 
 def main(folder: Path) -> None:
     """Run to the end; adapters on attention, no routing replay, importance weights as the recipe says."""
-    from rl.data import prepare
+    from rl.prepare import prepare
     from rl.train import set_environment
     from rl.verl_config import to_verl
 

@@ -140,14 +140,16 @@ def start_warm(folder: Path, workers: int) -> tuple[str, str]:
 
 def prepare_data(folder: RunFolder) -> tuple[str, str]:
     """Write verl-ready parquet files of the recipe's data into the run folder; returns their paths."""
-    from rl.data import prepare
+    from rl.prepare import prepare
 
     target = folder.path / "data"
     target.mkdir(exist_ok=True)
     paths = []
     for split in ("train", "val"):
         path = target / f"{split}.parquet"
-        prepare(getattr(folder.recipe.data, split), path)
+        report = prepare(getattr(folder.recipe.data, split), path)
+        if report.written < report.read:
+            folder.note(f"data.{split}: {report}")
         paths.append(str(path))
     return paths[0], paths[1]
 

@@ -15,7 +15,7 @@ from rl.dynamic_sampling import GenerationBudget, sampling_metrics
 from rl.live import LiveEngine, LiveTrainer
 from rl.run_folder import RunFolder
 from rl.samples import choose, sample_rows
-from rl.step_metrics import logged, reward_metrics, row
+from rl.step_metrics import held_out, logged, reward_metrics, row
 from rl.tracking import log_consistency
 from rollout.patching import patch_target
 
@@ -23,7 +23,7 @@ for _name in (
     "_init_resource_pool_mgr",
     "_setup",
     "_compute_metrics",
-    "_validate",
+    "_val_metrics_update",
     "on_init_end",
     "on_step_end",
     "on_sample_begin",
@@ -158,13 +158,12 @@ class LockstepTrainer(PPOTrainerSync):
 
     # ---- run folder -----------------------------------------------------------------------------------------------
 
-    def _validate(self):
-        metrics = super()._validate()
-        accuracy = next((v for k, v in metrics.items() if k.startswith("val-core/") and "/acc/mean@" in k), None)
-        if accuracy is None:
-            raise RuntimeError(f"verl reported no held-out accuracy among {sorted(metrics)}")
-        self.folder.validation(self.global_steps, float(accuracy))
-        return metrics
+    def _val_metrics_update(self, sources, uids, infos, turns, expected_acc_counts):
+        metrics = super()._val_metrics_update(sources, uids, infos, turns, expected_acc_counts=expected_acc_counts)
+        # Counted here: verl drops columns of text, and would bootstrap a numeric one for seconds.
+        result = held_out(metrics, [source for source, _ in expected_acc_counts], infos.get("error", []))
+        self.folder.validation(self.global_steps, **result)
+        return metrics | {f"val-aux/{name}": result[name] for name in ("reward_errors", "reward_timeouts")}
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)

@@ -11,9 +11,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.config import REPO_ROOT
-from rl.data import DataError, prepare, problem_rows
+from rl.data import DataError, problem_rows
 from rl.environment import describe
 from rl.launch import Parser
+from rl.prepare import prepare
 from rl.reward import TIMEOUT_S, as_integer, score
 
 EXAMPLES = """examples:

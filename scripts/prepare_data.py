@@ -5,19 +5,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.data import DataError, prepare
+from rl.data import DataError
 from rl.hub import HUB_SETS
 from rl.launch import Parser
+from rl.prepare import prepare
 
 EXAMPLES = """examples:
   python scripts/prepare_data.py dapo-math-17k.parquet data/dapo_math_17k.parquet --against aime24.jsonl math500.jsonl
   python scripts/prepare_data.py gsm8k_test.jsonl data/gsm8k_test.parquet
-  python scripts/prepare_data.py dapo_math_17k data/dapo_math_17k.parquet --against math_500 aime_2024
+  python scripts/prepare_data.py dapo_math_17k data/dapo_math_17k.parquet \\
+      --against aime_2024 aime_2025 math_500 gsm8k_test
   python scripts/prepare_data.py openai/gsm8k data/gsm8k_test.parquet --subset main --split test
 
 A source is a file, a repository on the Hugging Face Hub, or a short name for one: NAMES.
-Rows are in verl's schema, or objects with question (or problem) and answer. Duplicates, contradicting and damaged
-answers are dropped, and problems of the sets named by --against; the counts are printed.
+Rows are in verl's schema, or objects with question (or problem) and answer. Copies (also those that differ in layout
+only), contradicting and damaged answers are dropped, and problems that stand in the sets named by --against or begin
+like one there; the counts are printed.
 exit status: 0 done, 2 bad usage or data""".replace("NAMES", ", ".join(HUB_SETS))
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from rl import check, history
 from rl.consistency_page import console, render
+from rl.data import dapo_prompt
 from rl.watch import watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +76,15 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, words):
 
 
 @pytest.mark.slow
+def test_probe_prompts_are_what_a_run_would_ask_whatever_form_the_set_has(tmp_path):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(3)))
+    recipe = types.SimpleNamespace(data=types.SimpleNamespace(val=str(path)))
+    tokenizer = types.SimpleNamespace(apply_chat_template=lambda messages, **_: messages)
+    prompts = check.probe_prompts(recipe, 2, tokenizer)
+    assert prompts == [[{"role": "user", "content": dapo_prompt(f"{n} + 1?")}] for n in range(2)]
+
+
 def test_workers_of_a_tensor_parallel_engine_hold_the_trainers_parts(tmp_path):
     command = [sys.executable, "scripts/check_consistency.py", "--config", "tiny_math.yaml"]
     command += ["rollout.tensor_parallel_size=2", "trainer.fsdp_workers=2", "rollout.kv_cache_gib=0.25"]

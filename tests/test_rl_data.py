@@ -1,21 +1,18 @@
-"""Data sets: the row schema, its check, and the preparation of DAPO's rows for verl."""
+"""Data sets: the row schema, its check, and the prompt that every reader gets."""
 
 import copy
 import json
 import os
 from pathlib import Path
 
-import datasets
-import pyarrow.parquet as pq
 import pytest
 
 from rl import data
-from rl.data import DAPO_PREFIX, DAPO_SUFFIX, DataError, dapo_prompt, load_rows, prepare, validate_rows, write_rows
+from rl.data import DataError, dapo_prompt, load_rows, problem_rows, validate_rows, write_rows
 from rl.reward import as_integer, score
 
 FIXTURE = Path(__file__).parent / "fixtures" / "dapo_rows.jsonl"
-"""Written for these tests: 12 rows with 3 duplicates (one whose answer is written "025", one that already has the
-instruction) and 3 rows of one problem whose answers contradict each other."""
+"""Written for these tests; see test_rl_prepare.py."""
 
 GOOD = {
     "data_source": "math_dapo",
@@ -102,136 +99,17 @@ def test_both_formats_give_the_same_rows(tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.parquet"]  # nothing half-written is left
 
 
-def test_prepare(tmp_path):
-    report = prepare(FIXTURE, tmp_path / "out.parquet")
-    assert (report.read, report.written, report.duplicates, report.contradicting) == (12, 6, 3, 3)
-    assert report.instruction_added == 5  # the sixth had it
-    assert "12 rows read, 6 written; dropped 3 duplicates, 3 with contradicting answers" in str(report)
-    rows = load_rows(tmp_path / "out.parquet")
-    validate_rows(rows, "out.parquet")
-    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 3, 4, 5, 10]
-    for row in rows:
-        (message,) = row["prompt"]
-        assert message["content"].startswith(DAPO_PREFIX) and message["content"].endswith(DAPO_SUFFIX)
-        assert message["content"].count("of the form Answer:") == 1
-        assert score(f"Answer: {row['reward_model']['ground_truth']}", row["reward_model"]["ground_truth"]).correct
-    assert rows[3]["prompt"][0]["content"] == dapo_prompt("一个长方形长 5 米,宽 3 米。它的面积是多少平方米?")
-
-
-def test_prepare_is_idempotent(tmp_path):
-    prepare(FIXTURE, tmp_path / "once.parquet")
-    report = prepare(tmp_path / "once.parquet", tmp_path / "twice.parquet")
-    assert (report.read, report.written, report.instruction_added) == (6, 6, 0)
-    assert load_rows(tmp_path / "once.parquet") == load_rows(tmp_path / "twice.parquet")
-
-
-def test_prepare_keeps_the_system_message(tmp_path):
-    system = {"role": "system", "content": "Be brief."}
-    write_rows([changed("prompt", [system, *GOOD["prompt"]])], tmp_path / "in.parquet")
-    prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
-    (row,) = load_rows(tmp_path / "out.parquet")
-    assert row["prompt"] == [system, {"role": "user", "content": dapo_prompt("What is 1 + 1?")}]
-
-
-def test_prepare_refuses_and_writes_nothing(tmp_path):
-    write_rows([GOOD, changed("reward_model.ground_truth", "")], tmp_path / "in.parquet")
-    with pytest.raises(DataError, match=r"in\.parquet: row 1: reward_model\.ground_truth is empty"):
-        prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
-    write_rows([GOOD, changed("reward_model.ground_truth", "3")], tmp_path / "in.parquet")
-    with pytest.raises(DataError, match="nothing is left: 2 rows contradict each other"):
-        prepare(tmp_path / "in.parquet", tmp_path / "out.parquet")
-    with pytest.raises(DataError, match=r"name it \.parquet"):
-        prepare(FIXTURE, tmp_path / "out.csv")
-    assert not (tmp_path / "out.parquet").exists()
-
-
-def test_datasets_reads_what_prepare_writes(tmp_path):
-    """verl reads training files with the datasets package."""
-    prepare(FIXTURE, tmp_path / "out.parquet")
-    loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "out.parquet"), cache_dir=str(tmp_path))
-    assert loaded["train"][0]["reward_model"] == {"ground_truth": "84", "style": "rule"}
-    assert pq.read_schema(tmp_path / "out.parquet").names[:2] == ["data_source", "prompt"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "damaged"),
-    [
-        ("22099999999999998951424", True),  # 2.21e22
-        ("9007199254740993", False),  # 2^53 + 1 is no double
-        ("9007199254740992", False),  # 2^53 is still exact
-        ("100000000000000000000", False),  # a round number
-        ("-22099999999999998951424", True),
-        ("12", False),
-        ("\\frac{1}{2}", False),
-    ],
-)
-def test_integers_that_went_through_a_float(answer, damaged):
-    assert data.float_damaged(answer) == damaged
-
-
-def test_problems_of_evaluation_sets_are_kept_out(tmp_path):
-    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
-    rows.append({"question": "Big?", "answer": "22099999999999998951424"})
-    train, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out.write_text(json.dumps({"problem": "What is  2 + 2 ?", "answer": 4}) + "\n")
-    report = data.prepare(train, tmp_path / "out.parquet", [held_out])
-    assert (report.read, report.written, report.contaminated, report.damaged) == (5, 3, 1, 1)
-    assert "2 + 2" not in str(data.load_rows(tmp_path / "out.parquet"))
-
-
-# ---- sets on the Hub -------------------------------------------------------------------------------------------------
-
-
-def on_the_hub(monkeypatch, rows: list[dict]) -> list[tuple]:
-    """Let `datasets` give `rows` for whatever is asked; the returned list notes what that was."""
-    asked = []
-
-    def load_dataset(*args, **kwargs):
-        asked.append((*args, kwargs["split"]))
-        return datasets.Dataset.from_list(rows)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
-
-
-def test_a_set_on_the_hub_is_read_in_verls_schema_and_by_its_short_name(tmp_path, monkeypatch):
-    """The Hub's DAPO-Math-17k holds every problem a hundred times, each copy with an index of its own."""
-    rows = [{**GOOD, "extra_info": {"index": f"{copy}-{n}"}} for copy in range(100) for n in range(2)]
-    asked = on_the_hub(monkeypatch, rows)
-    report = prepare("dapo_math_17k", tmp_path / "out.parquet")
-    assert asked == [("BytedTsinghua-SIA/DAPO-Math-17k", None, "train")]
-    assert (report.read, report.written, report.duplicates) == (200, 1, 199)
-    (row,) = load_rows(tmp_path / "out.parquet")
-    assert row["extra_info"] == {"index": "0-0"}
-
-
-def test_question_and_answer_sets_on_the_hub_and_sets_to_keep_out(tmp_path, monkeypatch):
-    asked = on_the_hub(monkeypatch, [{"question": f"{n} + {n}?", "answer": f"so\n#### {2 * n}"} for n in range(3)])
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
-    report = prepare("openai/gsm8k", tmp_path / "out.parquet", [held_out], subset="main", split="test")
-    assert asked == [("openai/gsm8k", "main", "test")] and (report.written, report.contaminated) == (2, 1)
-    assert [row["reward_model"]["ground_truth"] for row in load_rows(tmp_path / "out.parquet")] == ["0", "4"]
-    asked.clear()
-    prepare(FIXTURE, tmp_path / "again.parquet", against=["gsm8k_test"])
-    assert asked == [("openai/gsm8k", "main", "test")]
-
-
-def test_what_is_no_set_is_one_line(tmp_path, monkeypatch):
-    def offline(*_, **__):
-        raise ConnectionError("Couldn't reach the Hub\nand a second line")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    for source, words in (
-        ("no_such_name", "one of dapo_math_17k"),
-        ("a/b/c", "one of dapo_math_17k"),
-        ("owner/name", "owner/name (default, split train): cannot be loaded from the Hub (Couldn't reach the Hub)"),
-    ):
-        with pytest.raises(DataError) as caught:
-            prepare(source, tmp_path / "out.parquet")
-        assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
+def test_every_row_asks_for_the_answer_line_once_whatever_its_form(tmp_path):
+    """Evaluation must ask as training does, which reads the rows of `prepare`."""
+    system, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": dapo_prompt("2 + 2?")}
+    rows = [GOOD, changed("prompt", [system, *GOOD["prompt"]]), changed("prompt", [asked])]
+    write_rows(rows, tmp_path / "rows.parquet")
+    plain, with_system, had_it = problem_rows(tmp_path / "rows.parquet")
+    assert plain["prompt"] == [{"role": "user", "content": dapo_prompt("What is 1 + 1?")}]
+    assert with_system["prompt"] == [system, *plain["prompt"]] and had_it["prompt"] == [asked]
+    assert {**plain, "prompt": GOOD["prompt"]} == GOOD
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "What is 1 + 1?", "answer": "2"}))
+    assert problem_rows(tmp_path / "rows.jsonl")[0]["prompt"] == plain["prompt"]
 
 
 # ---- the prompt asks for what the parser reads -----------------------------------------------------------------------
@@ -254,9 +132,9 @@ def gold_answers(name: str) -> list[tuple[str, str]]:
     path = next((path for path in folder.glob(f"{name}.*") if path.suffix in (".jsonl", ".parquet")), None)
     if path is None:
         pytest.skip(f"no {name} in {folder} (LOCKSTEP_DATA)")
-    rows = data.problem_rows(path)
+    rows = problem_rows(path)
     assert len(rows) == SETS[name]
-    return [(data._with_answer_line(data._messages(row))[-1][1], row["reward_model"]["ground_truth"]) for row in rows]
+    return [(row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]) for row in rows]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -277,7 +155,7 @@ def test_no_integer_that_is_off_by_one_is_accepted(name):
 
 def test_the_projects_own_sets_keep_the_contract():
     for path in sorted((Path(__file__).parent.parent / "assets").glob("*/*.parquet")):
-        for row in data.problem_rows(path)[:200]:
+        for row in load_rows(path)[:200]:
             gold = row["reward_model"]["ground_truth"]
             assert data.asks_for_answer_line(row["prompt"][-1]["content"]), path
             assert score(f"Answer: {gold}<|im_end|>", gold).correct

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from rl import evaluate
-from rl.config import ConfigError
+from rl.config import ConfigError, load_recipe
 from rl.data import DataError, problem_rows
+from rl.reward import score
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def sample(problem: int, index: int, answer: str | None, gold: str = "7", error: str | None = None) -> evaluate.Sample:
-    return evaluate.Sample(problem, index, f"Answer: {answer}", answer, gold, answer == gold, error, 5)
+    correct = score(f"Answer: {answer}", gold).correct
+    return evaluate.Sample(problem, index, f"Answer: {answer}", answer, gold, correct, error, 5)
 
 
 @pytest.mark.parametrize(("count", "correct", "k"), [(4, 1, 2), (6, 2, 3), (5, 0, 2), (5, 5, 4), (8, 7, 2), (8, 3, 8)])
@@ -36,6 +38,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets(count, correct, k):
         (["3", "7", "7", "7"], 2, 0.5),
         ([None, None, "7", None], 4, 1.0),  # no answer is no vote
         ([None, None], 2, 0.0),
+        (["3", "3", "7", "007", "7.0"], 5, 1.0),  # three ways to write one answer
+        (["7", "7", "3", "03", "3.0"], 5, 0.0),  # wrong ones too
     ],
 )
 def test_majority(answers, k, expected):
@@ -49,6 +53,12 @@ def test_figures_count_every_problem_once_and_errors_apart():
     means = {name: value["mean"] for name, value in result["figures"].items()}
     assert means == pytest.approx({"avg@4": 0.625, "pass@2": 0.75, "maj@2": 0.75, "pass@4": 1.0, "maj@4": 1.0})
     assert (result["no_answer"], result["errors"], result["tokens"]) == (1, {"timeout": 1}, 5.0)
+
+
+@pytest.mark.parametrize(("count", "ks"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])])
+def test_k_goes_up_to_the_number_of_samples(count, ks):
+    found = evaluate.figures([sample(0, i, "7") for i in range(count)], count)["figures"]
+    assert list(found) == [f"avg@{count}", *(f"{name}@{k}" for k in ks for name in ("pass", "maj"))]
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
@@ -97,6 +107,25 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, words):
     command = [sys.executable, "scripts/evaluate.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_prompt_that_is_too_long_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
+    """Without an engine: the prompts are counted before one is started."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny_math" / "bf16")
+    monkeypatch.setattr(evaluate, "sample", lambda recipe, _adapter, rows, *_: evaluate.encode(recipe, rows, tokenizer))
+    path = tmp_path / "long.jsonl"
+    questions = ["What is 3 + 4?", "Tom has 12 apples. " * 40, "Tom has 3 apples. " * 80]
+    path.write_text("".join(json.dumps({"question": text, "answer": "7"}) + "\n" for text in questions))
+    arguments = ["--config", "tiny_math.yaml", "--data", str(path), "--out", str(tmp_path / "out")]
+    assert evaluate.main(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "2 of 3 prompts are longer than data.max_prompt_length" in message
+    remedy = message.split()[-1]
+    assert remedy.startswith("data.max_prompt_length=")
+    recipe = load_recipe("tiny_math", [remedy])
+    assert max(map(len, evaluate.encode(recipe, problem_rows(path), tokenizer))) == recipe.data.max_prompt_length
 
 
 def test_only_evaluations_of_the_same_problems_are_compared(tmp_path):

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from rl.events import EventLog
-from rl.report import render, write_report
+from rl.events import METRIC_KEYS, EventLog
+from rl.report import PHASES, render, write_report
 from rl.summary import summarize, write_summary
 from rl.svg import Series, line_plot, ticks
 
@@ -122,6 +122,28 @@ def test_report_shows_samples_of_the_beginning_and_the_end_and_what_was_not_judg
     steps = [int(row[4 : row.index("</td>")]) for row in rows]
     assert steps == [0, 1, 2, 3, 16, 17, 18, 19]
     assert " [...] " in parsed.text and len(page) < 150_000
+
+
+def test_report_names_the_held_out_set_and_shows_each_part_of_a_mixed_one(run_dir):
+    config = json.loads((run_dir / "config.json").read_text())
+    config["recipe"]["data"] = {"val": "data/mixed<b>.parquet", "val_samples": 32}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    EventLog(run_dir).validation(40, 0.5, {"aime": 0.25, HOSTILE: 0.75})
+    page = render(run_dir)
+    text = outline(page).text
+    assert text.count("mixed<b>, 32 samples a problem") == 2, "the tile and the plot's caption"
+    assert "held-out, all" in text and "held-out, aime" in text and "<script" not in page
+
+
+def test_report_shows_every_phase_that_was_timed(run_dir):
+    phases = [key.removeprefix("time_") for key in METRIC_KEYS if key.startswith("time_")]
+    rows = [{"step": step, **{f"time_{name}": 1.0 for name in phases}} for step in (1, 2)]
+    rows.append({"step": 3, "time_step": 1.0})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sorted(phases) == sorted(name for _, _, names in PHASES for name in names)
+    assert all(len(names) <= 4 for _, _, names in PHASES), "there are four colours"
+    page = render(run_dir)
+    assert all(f"</i>{name}</span>" in page for name in phases) and outline(page).tags.count("figure") == 10
 
 
 def test_report_shows_dynamic_sampling_where_it_is_on(run_dir):

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from rl.events import METRIC_KEYS
 from rl.reward import compute_score
 from rl.samples import choose, sample_rows
-from rl.step_metrics import LOGGED_AS, TIMINGS, VERL_COLUMNS, logged, reward_metrics, row
+from rl.step_metrics import LOGGED_AS, TIMINGS, VERL_COLUMNS, held_out, logged, reward_metrics, row
 
 
 def tag(correct: bool, error: str = "", penalty: float = 0.0, answered: bool = True, **more) -> dict:
@@ -41,6 +41,23 @@ def test_what_could_not_be_judged_is_counted_apart_from_wrong_answers():
         "time_reward": 0.5,
     }
     assert reward_metrics([{"status": "success"}]) == {}, "samples of verl's own loops have no such tags"
+
+
+def test_held_out_accuracy_is_the_mean_over_problems_of_all_sets():
+    metrics = {"val-core/a/acc/mean@2": 0.5, "val-core/b/c/acc/mean@2": 0.9, "val-core/a/acc/best@2/mean": 1.0}
+    metrics |= {"val-aux/a/acc_success_only/mean@2": 0.7}
+    errors = ["", "timeout", None, "ValueError", "timeout"]
+    found = held_out(metrics, ["a", "b/c", "a", "a"], errors)
+    assert found == {
+        "accuracy": pytest.approx((3 * 0.5 + 0.9) / 4),
+        "by_set": {"a": 0.5, "b/c": 0.9},
+        "reward_errors": 1,
+        "reward_timeouts": 2,
+    }
+    alone = {"accuracy": 0.5, "by_set": {}, "reward_errors": 0, "reward_timeouts": 0}
+    assert held_out(metrics, ["a"], []) == alone
+    with pytest.raises(RuntimeError, match="0 held-out accuracies of x"):
+        held_out(metrics, ["a", "x"], [])
 
 
 METRICS = {
@@ -86,6 +103,17 @@ def test_the_line_of_a_step_shows_what_was_kept_and_what_was_not_judged():
     assert step_text(shown) == (
         "reward -0.25  accuracy 40.0%  kept 62% of 1.6 batches  k3 1.0e-06  1 reward errors  3 reward timeouts"
     )
+
+
+def test_the_line_of_an_evaluation_names_sets_if_there_are_several_and_what_was_not_judged():
+    from rl.progress import validation_text
+
+    event = {"step": 0, "accuracy": 0.25}
+    assert validation_text(event) == "held-out accuracy 25.0 % before training", "of a run folder without counts"
+    event = {"step": 1, "accuracy": 0.25, "by_set": {}, "reward_errors": 0, "reward_timeouts": 0}
+    assert validation_text(event) == "held-out accuracy 25.0 % after 1 step"
+    event |= {"by_set": {"a": 0.2, "b": 0.3}, "reward_timeouts": 4}
+    assert validation_text(event) == "held-out accuracy 25.0 % (a 20.0 %, b 30.0 %) after 1 step  4 reward timeouts"
 
 
 def test_wandb_and_tensorboard_take_what_is_logged(tmp_path, monkeypatch):

@@ -80,6 +80,25 @@ def test_a_step_writes_its_row_and_samples_and_renames_what_the_loggers_get(tmp_
     assert event["event"] == "step" and event["of"] == 9
 
 
+def test_an_evaluation_counts_what_was_not_judged_and_every_set(tmp_path):
+    """By verl's own `_val_metrics_update`, with what its `_validate` hands over."""
+    made = make(tmp_path)
+    made.global_steps = 7
+    sources, uids = ["a", "a", "b", "b", "a", "a"], ["u", "u", "v", "v", "w", "w"]
+    infos = {
+        "reward": [1.0, -1.0, 1.0, 1.0, -1.0, -1.0],
+        "acc": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
+        "pred": ["1", "2", "3", "3", "", "x"],
+        "error": ["", "timeout", "", "", "timeout", "ValueError"],
+    }
+    counts = {("a", "u"): 2, ("b", "v"): 2, ("a", "w"): 2}
+    metrics = made._val_metrics_update(sources, uids, infos, [2] * 6, expected_acc_counts=counts)
+    (event,) = lines(tmp_path / "events.jsonl")
+    assert (event["step"], event["by_set"]) == (7, {"a": 0.25, "b": 1.0}) and event["accuracy"] == 0.5
+    assert (event["reward_errors"], event["reward_timeouts"]) == (1, 2)
+    assert metrics["val-core/a/acc/mean@2"] == 0.25 and metrics["val-aux/reward_timeouts"] == 2
+
+
 def test_a_wakes_time_is_a_column_and_told_once(tmp_path, monkeypatch):
     monkeypatch.setattr(PPOTrainerSync, "on_step_end", lambda self: None)
     monkeypatch.setattr(LockstepTrainer, "_verify_adapter", lambda self, step: None)
