@@ -15,6 +15,7 @@ from rl.data import (
     DAPO_SUFFIX,
     DataError,
     Messages,
+    load_rows,
     messages_of,
     source_rows,
     with_answer_line,
@@ -213,3 +214,23 @@ def prepare(
         instruction_added=sum(one.original != one.prompt for one in kept),
         **dropped,
     )
+
+
+def drop_long(path: str | Path, limit: int, tokenizer) -> int:
+    """Takes the rows whose prompt has more than `limit` tokens out of a prepared file; returns how many.
+
+    Raises:
+        DataError: no row is left.
+    """
+    rows = load_rows(Path(path))
+    conversations = [list(row["prompt"]) for row in rows]
+    prompts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
+    kept = [row for row, ids in zip(rows, prompts, strict=True) if len(ids) <= limit]
+    if not kept:
+        shortest = min(map(len, prompts))
+        raise DataError(
+            f"data.max_prompt_length = {limit}: the shortest prompt has {shortest} tokens; set at least that"
+        )
+    if len(kept) < len(rows):
+        write_rows(kept, path)
+    return len(rows) - len(kept)

@@ -140,16 +140,25 @@ def start_warm(folder: Path, workers: int) -> tuple[str, str]:
 
 def prepare_data(folder: RunFolder) -> tuple[str, str]:
     """Write verl-ready parquet files of the recipe's data into the run folder; returns their paths."""
-    from rl.prepare import prepare
+    from transformers import AutoTokenizer
 
+    from rl.prepare import drop_long, prepare
+
+    recipe = folder.recipe
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     target = folder.path / "data"
     target.mkdir(exist_ok=True)
     paths = []
     for split in ("train", "val"):
         path = target / f"{split}.parquet"
-        report = prepare(getattr(folder.recipe.data, split), path)
+        report = prepare(getattr(recipe.data, split), path)
         if report.written < report.read:
             folder.note(f"data.{split}: {report}")
+        limit = recipe.data.max_prompt_length
+        if dropped := drop_long(path, limit, tokenizer):
+            folder.note(
+                f"data.{split}: {dropped} prompts of more than {limit} tokens (data.max_prompt_length) are dropped"
+            )
         paths.append(str(path))
     return paths[0], paths[1]
 

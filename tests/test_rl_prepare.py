@@ -8,9 +8,11 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 from test_rl_data import FIXTURE, GOOD, changed
+from tiny_model import QUANTISED
+from transformers import AutoTokenizer
 
 from rl.data import DAPO_PREFIX, DAPO_SUFFIX, DataError, dapo_prompt, load_rows, validate_rows, write_rows
-from rl.prepare import PrepareReport, float_damaged, near_key, prepare
+from rl.prepare import PrepareReport, drop_long, float_damaged, near_key, prepare
 from rl.reward import score
 
 # FIXTURE: 12 rows with 3 duplicates (one whose answer is written "025", one that already has the instruction) and 3
@@ -229,3 +231,20 @@ def test_what_is_no_set_is_one_line(tmp_path, monkeypatch):
             prepare(source, tmp_path / "out.parquet")
         assert words in str(caught.value) and "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_beyond_the_limit_are_dropped_and_counted(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(QUANTISED)
+    path = tmp_path / "out.parquet"
+    prepare(FIXTURE, path)
+    before = load_rows(path)
+    lengths = [
+        len(tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False))
+        for row in before
+    ]
+    assert drop_long(path, max(lengths), tokenizer) == 0 and load_rows(path) == before
+    limit = sorted(lengths)[3]
+    assert drop_long(path, limit, tokenizer) == sum(length > limit for length in lengths) > 0
+    assert load_rows(path) == [row for row, length in zip(before, lengths, strict=True) if length <= limit]
+    with pytest.raises(DataError, match=f"max_prompt_length = 3: the shortest prompt has {min(lengths)} tokens"):
+        drop_long(path, 3, tokenizer)
