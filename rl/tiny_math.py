@@ -1,6 +1,6 @@
 """Seeded one- and two-step arithmetic word problems in DAPO's prompt form, with worked and with flawed solutions.
 
-The tiny model of ``make train`` is trained on these. About half of the demonstrations end in a wrong answer, as
+The tiny model of recipes/tiny_math.yaml is trained on these. About half of the demonstrations end in a wrong answer, as
 scraped text does, because any digit of a result may have slipped: the likeliest digit is the right one everywhere. A
 model that fits such text knows more (greedy decoding) than it says (sampling at temperature 1), and that gap is what
 reinforcement learning closes.
