@@ -55,6 +55,11 @@ def adapter() -> dict[str, torch.Tensor]:
     return tensors
 
 
+def noisy(tensors: dict[str, torch.Tensor], size: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: w + size * torch.randn(w.shape, generator=generator) for name, w in tensors.items()}
+
+
 def without_expert(index: int) -> dict[str, torch.Tensor]:
     tensors = adapter()
     tensors["experts.up.lora_B"][index] = 0
@@ -65,7 +70,7 @@ def without_expert(index: int) -> dict[str, torch.Tensor]:
     ("theirs", "words"),
     [
         ({name: 0.5 * w for name, w in adapter().items()}, "0.5 times as large"),
-        ({name: w + 0.3 * torch.randn_like(w) for name, w in adapter().items()}, "another step"),
+        (noisy(adapter(), 0.3), "another step"),
         ({name: w for name, w in adapter().items() if "q.1" not in name}, "no module for q.1.lora_B"),
         ({name: w[..., :2] for name, w in adapter().items()}, "rank was cut"),
         (without_expert(2), "only expert 2 differs"),
@@ -73,6 +78,14 @@ def without_expert(index: int) -> dict[str, torch.Tensor]:
 )
 def test_adapter(theirs, words):
     assert words in explain(adapter(), theirs, diagnosis.explain_adapter)
+
+
+def test_norms_of_wide_tensors_with_one_ratio_are_no_scaling():
+    ours = {name: w.sign().repeat_interleave(500, -1) for name, w in adapter().items()}
+    theirs = noisy(ours, 0.5)
+    ratios = [float(theirs[name].norm() / ours[name].norm()) for name in ours]
+    assert max(ratios) - min(ratios) < 0.01 < min(ratios) - 1
+    assert "another step" in explain(ours, theirs, diagnosis.explain_adapter)
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------
