@@ -14,6 +14,7 @@ No torch here: a bad data set is refused before anything heavy is imported.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def _from_question(row: Any, index: int, path: str | Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: row {index}: has neither prompt nor question and answer; see rl/data.py for the schema"
         )
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or answer != answer:
+        raise DataError(f"{path}: row {index}: answer is {_short(answer)}; give a text or a number")
     return {
         "data_source": Path(path).stem,
         "prompt": [{"role": "user", "content": question}],
@@ -154,14 +157,16 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except json.JSONDecodeError as failure:
                 raise DataError(f"{path}: line {number} is not JSON ({failure.msg}); one object a line") from failure
+            except UnicodeDecodeError as failure:
+                raise DataError(f"{path}: line {number} is not UTF-8; convert the file") from failure
             yield row
 
 
@@ -177,6 +182,9 @@ def validate_rows(rows: Sequence[Any], path: str | Path) -> None:
         fault = _fault(row)
         if fault:
             raise DataError(f"{path}: row {index}: {fault}")
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write one; no file can
 
 
 def _fault(row: Any) -> str | None:
@@ -209,6 +217,8 @@ def _text_fault(parent: dict, key: str, prefix: str, remedy: str) -> str | None:
     fault = _type_fault(value, str, prefix + key, remedy)
     if fault is None and not value.strip():
         return f"{prefix}{key} is empty; {remedy}"
+    if fault is None and not value.isascii() and _SURROGATE.search(value):
+        return f"{prefix}{key} has half of a character (a lone surrogate); remove it"
     return fault
 
 

@@ -1,6 +1,7 @@
 """`train_grpo.py --dry-run`: the resolved recipe, verl's configuration and the plan; nothing is started.
 
-Three YAML documents on stdout: the recipe (loads again as it is), the configuration, and the plan as comments.
+Three YAML documents on stdout: the recipe (loads again as it is), the configuration, and as comments the plan and
+whether the run could start on this machine with the files that are there.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from rl.environment import gpu_count
 from rl.plan import Plan
 from rl.plan_fit import find_config, find_machine, plan_recipe
 from rl.plan_table import render
+from rl.preflight import preflight
 
 PLACEHOLDERS = {
     "run_dir": "RUN_DIR",
@@ -33,6 +35,10 @@ def dry_run(recipe: Recipe) -> None:
     else:
         text = render(recipe, plan)
     print("".join(f"# {line}".rstrip() + "\n" for line in text.splitlines()), end="")
+    try:
+        preflight(recipe)
+    except ConfigError as error:
+        print(f"# a start here would be refused: {error}")
 
 
 def _for(plan: Plan | None) -> str:

@@ -100,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             refused = error
     log.unlink()
     if refused is not None:
+        out.rmdir()  # nothing was written
         print(f"evaluate.py: {refused}", file=sys.stderr)
         return 2
     judged = judge(rows, responses)
@@ -289,9 +290,12 @@ def load(folder: Path) -> dict:
     if not path.is_file():
         raise ConfigError(f"--compare {folder}: no result.json there; name a folder that evaluate.py wrote")
     try:
-        return json.loads(path.read_text(encoding="utf-8")) | {"folder": folder.name}
-    except json.JSONDecodeError:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
         raise ConfigError(f"{path}: not valid JSON; evaluate again") from None
+    if not isinstance(result, dict) or not {"data", "problems", "figures", "per_problem"} <= result.keys():
+        raise ConfigError(f"{path}: not what evaluate.py writes; evaluate again")
+    return result | {"folder": folder.name}
 
 
 def table(result: dict) -> str:

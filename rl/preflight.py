@@ -175,8 +175,8 @@ def read_tensors(folder: Path) -> tuple[dict[str, tuple[str, list[int]]], int]:
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
         index = _read_json(index_path, "").get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise ConfigError(f"{index_path}: weight_map is missing or empty; download the file again")
+        if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+            raise ConfigError(f"{index_path}: weight_map is missing, empty or damaged; download the file again")
         shards = sorted(set(index.values()))
     else:
         index, shards = None, sorted(path.name for path in folder.glob("*.safetensors"))
@@ -208,7 +208,11 @@ def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError):
             raise ConfigError(f"{path}: not a safetensors file (its header is no JSON); get it again") from None
-    header.pop("__metadata__", None)
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    entries = header.values() if isinstance(header, dict) else [None]
+    if not all(isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= entry.keys() for entry in entries):
+        raise ConfigError(f"{path}: not a safetensors file (its header names no tensors); get it again")
     needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if actual < needed:
         raise ConfigError(f"{path}: truncated ({actual} of {needed} bytes); get it again")
@@ -224,6 +228,9 @@ def check_quantisation(folder: Path, config: dict[str, Any], tensors: dict[str, 
         if packed:
             raise ConfigError(f"{where}: quantization_config is missing, yet {packed} is quantised; quantise it again")
         return ()
+    groups = quantisation.get("config_groups", {}) if isinstance(quantisation, dict) else None
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ConfigError(f"{where}: quantization_config is damaged; download config.json again")
     method = quantisation.get("quant_method")
     if method == "modelopt":
         algorithm = quantisation.get("quant_algo")
@@ -238,7 +245,6 @@ def check_quantisation(folder: Path, config: dict[str, Any], tensors: dict[str, 
             f"{where}: quant_method = {method!r}: the base is bf16, compressed-tensors or ModelOpt NVFP4; quantise the "
             "bf16 checkpoint with scripts/quantize_checkpoint.py"
         )
-    groups = quantisation.get("config_groups", {})
     formats = sorted({group.get("format") or quantisation.get("format") for group in groups.values()}, reverse=True)
     unknown = [name for name in formats if name not in SUPPORTED_FORMATS]
     if unknown or not formats:
@@ -254,7 +260,9 @@ def check_quantisation(folder: Path, config: dict[str, Any], tensors: dict[str, 
 def tokenizer_length(folder: Path) -> int:
     """Ids of a checkpoint's tokenizer, the added ones included: its largest id and one."""
     tokenizer = _read_json(folder / "tokenizer.json", "copy the model's tokenizer there")
-    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    if not vocabulary:
+        raise ConfigError(f"{folder / 'tokenizer.json'}: has no vocabulary; copy the model's tokenizer there")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
     return max([*ids, *(entry["id"] for entry in tokenizer.get("added_tokens", []))]) + 1
 

@@ -133,7 +133,7 @@ class RolloutConfig(Section):
     routes: the trainer routes them itself, and counts them."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the GPU's memory that the engine may take (the trainer lives on the same GPU)."""
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: Annotated[int, Field(ge=0, le=2)] = 0
     """What the engine gives back while the trainer updates. 0: nothing. 1: the KV cache, and its weights move to host
     memory. 2: both are dropped, and the weights are read from the checkpoint again. After each wake every tensor of the
     base is compared with the start's. Above 0 a GPU is needed."""
@@ -328,7 +328,13 @@ def check_sharing(recipe: Recipe) -> None:
     for key, value, problem in (
         ("algorithm.index_loss_coef", recipe.algorithm.index_loss_coef, "the indexer's loss counts each row's prompt"),
         ("model.lora_dropout", recipe.model.lora_dropout, "each sample has a dropout mask of its own"),
-        ("trainer.micro_batch_size", recipe.trainer.micro_batch_size == 1, "one sequence shares with none"),
+        (
+            "trainer.micro_batch_size",
+            recipe.trainer.micro_batch_size == 1 and recipe.trainer.max_tokens_per_micro_batch is None,
+            "one sequence shares with none",
+        ),
     ):
         if value:
-            raise ValueError(f"trainer.share_prompts = true with this {key}: {problem}; set it to false")
+            raise ValueError(
+                f"trainer.share_prompts = true with this {key}: {problem}; set trainer.share_prompts=false"
+            )

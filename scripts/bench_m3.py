@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,8 +40,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="the engine captures CUDA graphs")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to a file")
     args = parser.parse_args(argv)
-    if args.model is not None and not (args.model / "config.json").is_file():
-        parser.error(f"--model {args.model}: no config.json there; name a checkpoint")
+    if args.model is not None:
+        config = args.model / "config.json"
+        if not config.is_file() or json.loads(config.read_text()).get("model_type") != "minimax_m3_text":
+            parser.error(f"--model {args.model}: no config.json of a minimax_m3_text there; name a MiniMax-M3")
+    if args.json is not None and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+        parser.error(f"--json {args.json}: cannot be written; name a file in a writable folder")
     if min(args.lengths) < 2:
         parser.error("--lengths: a sequence needs two tokens")
     return args

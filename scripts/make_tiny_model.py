@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 EXAMPLES = """examples:
-  python scripts/make_tiny_model.py --out assets/tiny_math --overwrite   # as committed, about 10 minutes on two cores
+  python scripts/make_tiny_model.py --out assets/tiny_math --overwrite   # as committed, about 6 minutes on two cores
   python scripts/make_tiny_model.py --out /tmp/m3 --size tiny_m3 --device cuda   # assets/tiny_m3 was made in two parts
   python scripts/make_tiny_model.py --out /tmp/tiny --seed 1
   python scripts/make_tiny_model.py --out /tmp/mid --size mid --device cuda --steps 300

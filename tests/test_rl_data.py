@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,27 @@ def test_the_projects_own_sets_keep_the_contract():
             gold = row["reward_model"]["ground_truth"]
             assert data.asks_for_answer_line(row["prompt"][-1]["content"]), path
             assert score(f"Answer: {gold}<|im_end|>", gold).correct
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"question": "caf\xe9", "answer": 1}', "line 1 is not UTF-8"),
+        (b'{"question": "1 \\ud800", "answer": 1}', "lone surrogate"),
+        (b'{"question": "1 + 1", "answer": NaN}', "answer is nan"),
+        (b'{"question": "1 + 1", "answer": true}', "answer is True"),
+        (b'{"question": "1 + 1", "answer": {"x": 1}}', "answer is {'x': 1}"),
+    ],
+)
+def test_a_damaged_line_is_one_message(tmp_path, line, problem):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(DataError, match=re.escape(problem)) as caught:
+        problem_rows(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_damage(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "1 + 1", "answer": 2}')
+    assert problem_rows(path)[0]["reward_model"]["ground_truth"] == "2"

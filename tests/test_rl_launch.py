@@ -298,16 +298,19 @@ def test_dry_run_prints_recipe_configuration_and_plan_and_starts_nothing(tmp_pat
     assert verl["data"]["train_files"].startswith("RUN_DIR/") and (verl["trainer"]["nnodes"]) == 2
     comments = result.stdout.rpartition("---\n")[2].splitlines()
     assert comments and all(line.startswith("#") for line in comments)
-    assert any("426.17 B parameters" in line for line in comments) and "fit" in comments[-1]
+    assert any("426.17 B parameters" in line for line in comments) and "fit" in comments[-2]
+    assert comments[-1].startswith("# a start here would be refused: trainer.nodes = 2: no Ray cluster is named")
 
 
 def test_dry_run_without_anything_to_plan_with(capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "verl_yaml", lambda recipe, plan: f"planned: {plan is not None}\n")
     assert main(["--config", "tiny_math", "--dry-run", "model.path=/no/such"]) == 0
     out = capsys.readouterr().out
-    assert "planned: False" in out and out.endswith("# no plan: model.path is not there, and model.shape is not set\n")
+    assert "planned: False" in out and "# no plan: model.path is not there, and model.shape is not set\n" in out
+    assert "# a start here would be refused: model.path = '/no/such': no such folder" in out.splitlines()[-1]
     assert main(["--config", "tiny_math", "--dry-run"]) == 0
-    assert "planned: True" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "planned: True" in out and "refused" not in out
 
 
 def refused(capsys, *arguments: str) -> str:

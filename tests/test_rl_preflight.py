@@ -283,3 +283,22 @@ def test_the_command_line_exits_with_2_and_one_line(workspace):
         assert result.returncode == 2
         assert result.stdout == "" and result.stderr.count("\n") == 1 and part in result.stderr
     assert not (workspace / "runs").exists()
+
+
+@pytest.mark.parametrize("header", ["[]", '{"a": 1}', '{"a": {"dtype": "F32", "shape": [1]}}'])
+def test_a_header_without_tensors(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ConfigError, match="its header names no tensors"):
+        read_safetensors_header(path)
+
+
+@pytest.mark.parametrize("damage", [3, {"config_groups": []}, {"config_groups": {"a": 3}}])
+def test_a_damaged_quantisation(workspace, damage):
+    edit(workspace / "model" / "config.json", quantization_config=damage)
+    assert "quantization_config is damaged" in error_of(workspace)
+
+
+def test_a_tokenizer_without_a_vocabulary(workspace):
+    write(workspace / "model" / "tokenizer.json", {})
+    assert "has no vocabulary" in error_of(workspace)
