@@ -56,9 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     args = parser.parse_intermixed_args(argv)
     for option in ("json", "html", "history"):
-        path = getattr(args, option)
-        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            parser.error(f"--{option} {path}: cannot be written; name a file in a writable folder")
+        parser.check_writable(f"--{option}", getattr(args, option))
     if (args.config is None) == (args.watch is None):
         parser.error("give either --config or --watch")
     return args
@@ -242,10 +240,6 @@ def run(recipe: Recipe, engine_checkpoint: Path | None, engine_adapter: Path | N
 
 def probe_prompts(recipe: Recipe, count: int, tokenizer) -> list[list[int]]:
     """The first `count` held-out prompts, tokenised as rollouts are."""
-    from rl.data import problem_rows
+    from rl.data import chat_ids, problem_rows
 
-    rows = problem_rows(recipe.data.val)[:count]
-    return [
-        tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
-        for row in rows
-    ]
+    return chat_ids(tokenizer, (row["prompt"] for row in problem_rows(recipe.data.val)[:count]))

@@ -63,6 +63,12 @@ def with_prompt(row: dict[str, Any], messages: Messages) -> dict[str, Any]:
     return {**row, "prompt": [dict(zip(_MESSAGE_FIELDS, message, strict=True)) for message in messages]}
 
 
+def chat_ids(tokenizer, prompts: Iterable[Iterable[dict[str, str]]]) -> list[list[int]]:
+    """Token ids of each prompt (its messages), up to where the assistant's turn begins: as rollouts are asked."""
+    conversations = [list(messages) for messages in prompts]
+    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
+
+
 def load_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .parquet or .jsonl file as plain dicts, unchecked (see ``validate_rows``).
 

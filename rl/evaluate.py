@@ -17,7 +17,7 @@ import numpy as np
 
 from rl.check import engine_options, existing, libraries_in_log
 from rl.config import ConfigError, Recipe, find_path, load_recipe, run_root, with_absolute_paths
-from rl.data import DataError, problem_rows
+from rl.data import DataError, chat_ids, problem_rows
 from rl.hub import HUB_SETS
 from rl.launch import Parser
 from rl.preflight import preflight
@@ -175,10 +175,7 @@ def encode(recipe: Recipe, rows: list[dict], tokenizer) -> list[list[int]]:
     Raises:
         ConfigError: one is so long that the engine has no room for it and data.max_response_length tokens.
     """
-    prompts = [
-        tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
-        for row in rows
-    ]
+    prompts = chat_ids(tokenizer, (row["prompt"] for row in rows))
     limit, longest = recipe.data.max_prompt_length, max(range(len(prompts)), key=lambda index: len(prompts[index]))
     if len(prompts[longest]) > limit:
         raise ConfigError(

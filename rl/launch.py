@@ -63,6 +63,11 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
+    def check_writable(self, option: str, path: Path | None) -> None:
+        """`error` if a file that an option names (None: it is not given) cannot be written, before anything is done."""
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            self.error(f"{option} {path}: cannot be written; name a file in a writable folder")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""

@@ -15,6 +15,7 @@ from rl.data import (
     DAPO_SUFFIX,
     DataError,
     Messages,
+    chat_ids,
     load_rows,
     messages_of,
     source_rows,
@@ -223,8 +224,7 @@ def drop_long(path: str | Path, limit: int, tokenizer) -> int:
         DataError: no row is left.
     """
     rows = load_rows(Path(path))
-    conversations = [list(row["prompt"]) for row in rows]
-    prompts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
+    prompts = chat_ids(tokenizer, (row["prompt"] for row in rows))
     kept = [row for row, ids in zip(rows, prompts, strict=True) if len(ids) <= limit]
     if not kept:
         shortest = min(map(len, prompts))

@@ -11,6 +11,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from rl import server
 from rl.consistency import check, compare_digests, matching_digests
 from rl.consistency_report import ConsistencyReport, resolve_limits
+from rl.data import chat_ids
 from rl.dynamic_sampling import GenerationBudget, sampling_metrics
 from rl.live import LiveEngine, LiveTrainer
 from rl.run_folder import RunFolder
@@ -148,13 +149,8 @@ class LockstepTrainer(PPOTrainerSync):
 
     def _probe_prompts(self, count: int) -> list[list[int]]:
         """The first prompts of the held-out set, as the rollout tokenises them."""
-        prompts = []
-        for index in range(min(count, len(self.val_dataset))):
-            messages = self.val_dataset[index]["raw_prompt"]
-            prompts.append(
-                self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-            )
-        return prompts
+        indices = range(min(count, len(self.val_dataset)))
+        return chat_ids(self.tokenizer, (self.val_dataset[index]["raw_prompt"] for index in indices))
 
     # ---- run folder -----------------------------------------------------------------------------------------------
 

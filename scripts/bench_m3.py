@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from rl.launch import Parser  # noqa: E402
@@ -44,8 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         config = args.model / "config.json"
         if not config.is_file() or json.loads(config.read_text()).get("model_type") != "minimax_m3_text":
             parser.error(f"--model {args.model}: no config.json of a minimax_m3_text there; name a MiniMax-M3")
-    if args.json is not None and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
-        parser.error(f"--json {args.json}: cannot be written; name a file in a writable folder")
+    parser.check_writable("--json", args.json)
     if min(args.lengths) < 2:
         parser.error("--lengths: a sequence needs two tokens")
     return args
@@ -78,19 +77,19 @@ def measure(path: Path, lengths: list[int], graphs: bool) -> dict:
     sequences = [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
     scored = engine.score_with_blocks(sequences, adapter=False)
     again = engine.score(sequences, adapter=False)
-    first = torch.cat([torch.tensor(one.logprobs) for one in scored])
-    rows = {"engine, prefilled again": statistics(torch.cat([torch.tensor(row) for row in again]) - first)}
+    first = [one.logprobs for one in scored]
+    rows = {"engine, prefilled again": statistics(again, first)}
     for arithmetic, build in (("float32", float32_model), ("rounding points", rounding_model)):
         model, routing, blocks, layers, experts = build(path, cuda)
         model.to("cuda" if cuda else "cpu").eval()
         for replay_name, replays in REPLAYS.items():
-            deltas = [
-                score(model, routing, blocks, layers, experts, ids, one, *replays) - torch.tensor(one.logprobs)
+            own = [
+                score(model, routing, blocks, layers, experts, ids, one, *replays)
                 for ids, one in zip(sequences, scored, strict=True)
             ]
-            rows[f"{arithmetic}, {replay_name}"] = statistics(torch.cat(deltas))
+            rows[f"{arithmetic}, {replay_name}"] = statistics(own, first)
         del model
-    return {"tokens": sum(lengths) - len(lengths), "std": float(first.std()), "rows": rows}
+    return {"tokens": sum(lengths) - len(lengths), "std": float(np.concatenate(first).std(ddof=1)), "rows": rows}
 
 
 def start_engine(path: Path, longest: int, graphs: bool):
@@ -127,7 +126,7 @@ def rounding_model(path: Path, cuda: bool):
 
 
 @torch.no_grad()
-def score(model, routing, blocks, layers, experts, ids, scored, replay_experts, replay_blocks) -> torch.Tensor:
+def score(model, routing, blocks, layers, experts, ids, scored, replay_experts, replay_blocks) -> list[float]:
     """Log-probs of tokens 1.. with the engine's experts and blocks, or the model's own."""
     from rl.replay import layout
 
@@ -137,18 +136,20 @@ def score(model, routing, blocks, layers, experts, ids, scored, replay_experts, 
     blocks.known, blocks.enabled = ([torch.tensor(scored.blocks)], True) if replay_blocks else (None, False)
     tokens = torch.tensor([ids], device=device)
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(1).cpu()
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(1).tolist()
 
 
-def statistics(delta: torch.Tensor) -> dict[str, float]:
-    """Of log-prob differences: mean, median, 99th percentile and worst |delta|, and k3."""
-    gap = delta.abs().double()
+def statistics(own: list[list[float]], engine: list[list[float]]) -> dict[str, float]:
+    """Of log-probs against the engine's: mean, median, 99th percentile and worst |delta|, and k3."""
+    from rl.mismatch import flat_delta, logprob_stats
+
+    stats = logprob_stats(own, engine)
     return {
-        "mean_abs": float(gap.mean()),
-        "median_abs": float(gap.median()),
-        "p99_abs": float(gap.quantile(0.99)),
-        "max_abs": float(gap.max()),
-        "k3": float((delta.double().exp() - 1 - delta.double()).mean()),
+        "mean_abs": stats["mean_abs"],
+        "median_abs": float(np.median(np.abs(flat_delta(own, engine)[2]))),
+        "p99_abs": stats["p99_abs"],
+        "max_abs": stats["max_abs"],
+        "k3": stats["kl_k3"],
     }
 
 

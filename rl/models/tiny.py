@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl import tiny_math
-from rl.data import dapo_prompt
+from rl.data import chat_ids, dapo_prompt
 from rl.reward import score
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -114,8 +114,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, size: str = "
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     """Token ids of each problem as a chat prompt that ends where the assistant's turn begins."""
-    chats = [[{"role": "user", "content": dapo_prompt(text)}] for text in texts]
-    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return chat_ids(tokenizer, ([{"role": "user", "content": dapo_prompt(text)}] for text in texts))
 
 
 @torch.inference_mode()
